@@ -16,8 +16,7 @@ from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draft_path, target_path
 
-FIRST_SEED = 300_000
-"""Pictures are drawn from here on; training and evaluation use other seeds."""
+FIRST_SEED = 300_000  # pictures are drawn from here on; training and evaluation use other seeds
 
 Inputs = Mapping[str, torch.Tensor]
 

@@ -34,12 +34,9 @@ from saccade.pocket import draw
 
 MIXED_TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-LOADS = (0.5, 1.5, 4.0)
-"""Arrival rates, as multiples of what one request after the other can serve."""
-LONG, SHORT = 5000, (20, 24, 28, 32)
-"""Tokens of a long prompt, and of short ones that arrive beside it."""
-LATER = 5
-"""How many other requests arrive between the first question about a picture and the second."""
+LOADS = (0.5, 1.5, 4.0)  # arrival rates, as multiples of what one request after the other can serve
+LONG, SHORT = 5000, (20, 24, 28, 32)  # tokens of a long prompt, and of short ones that arrive beside it
+LATER = 5  # how many other requests arrive between the first question about a picture and the second
 
 
 class Clock:

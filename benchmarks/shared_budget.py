@@ -35,8 +35,7 @@ from saccade.tree import DraftTree, Emitted, Rows
 
 ROWS, LONGEST = 8, 8
 FIXED = (1, 2, 3, 4, 6, 8)
-TASK = "scene"
-"""The task of the longest answers, about a hundred tokens."""
+TASK = "scene"  # the task of the longest answers, about a hundred tokens
 
 
 class PartlyUseless(ModelDrafter):

@@ -21,8 +21,7 @@ from pathlib import Path
 from benchmarks.device.page import page
 from benchmarks.device.records import SHARES, Records
 
-GRACE = 45.0
-"""Seconds that a piece may outlast its part before its process is ended."""
+GRACE = 45.0  # seconds that a piece may outlast its part before its process is ended
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -30,12 +30,10 @@ from saccade.verify.rule import Greedy
 
 NODES, ROWS = (1, 4, 8, 16, 30, 60), (1, 4, 16, 64)
 LEVELS = (1, 2, 4, 7, 8)
-ANSWER = 96
-"""Tokens of the answers whose steps are measured."""
+ANSWER = 96  # tokens of the answers whose steps are measured
 HEADS = ("eagle3", "hivis", "dflash")
 TREE = "large tree"
-WORKSPACE = 8 * 2**30
-"""Bytes that a measurement leaves free."""
+WORKSPACE = 8 * 2**30  # bytes that a measurement leaves free
 
 
 def pieces(kit: Kit) -> Iterator[Piece]:

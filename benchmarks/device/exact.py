@@ -45,8 +45,7 @@ from saccade.target_model.graphs import CAPTURES
 from saccade.target_model.lean import TOLERANCE
 
 TASKS = ("scene", "chart", "receipt", "document")
-NEW = 16
-"""Tokens of a tiny model's answer."""
+NEW = 16  # tokens of a tiny model's answer
 TREE = DynamicTree(top=3, max_depth=4, total=12)
 POLICIES: dict[str, Any] = {"chain": Chain(4), "tree": TREE}
 FIRST = ("qwen2_5_vl", "qwen3_5")

@@ -17,8 +17,7 @@ from benchmarks.device.records import SHARES, Records, frames, sentence
 from saccade.errors import SaccadeWarning
 
 PRETEND = "pretend"
-Finding = dict[str, Any]
-"""What a piece found; ``line`` says it in words."""
+Finding = dict[str, Any]  # what a piece found; ``line`` says it in words
 Piece = tuple[str, Callable[[], Iterator[Finding]]]
 
 

@@ -11,8 +11,7 @@ from benchmarks.device.records import SHARES, Record
 from benchmarks.pocket_pair import table
 from saccade import theory
 
-COPY, PRODUCTS = 4300.0, 790.0
-"""GB/s and TFLOP/s of an H200, where the run measured none."""
+COPY, PRODUCTS = 4300.0, 790.0  # GB/s and TFLOP/s of an H200, where the run measured none
 METHODS = {
     "EAGLE-3, chain": ("EAGLE-3-chain", "eagle3", "chain 7"),
     "HiViS, chain": ("HiViS-chain", "hivis", "chain 7"),

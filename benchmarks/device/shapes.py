@@ -115,8 +115,7 @@ def head_of(kit: Kit, kind: str) -> Head:
         return build_head(config).to(kit.device, target.dtype).eval()
 
 
-Answer = Callable[[Prompt], Sequence[int]]
-"""What the target answers to a prompt, as far as it is known."""
+Answer = Callable[[Prompt], Sequence[int]]  # what the target answers to a prompt, as far as it is known
 
 
 class Oracle:

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-END = 2
-"""Token that ends an answer."""
+END = 2  # token that ends an answer
 
 
 @dataclass(frozen=True)

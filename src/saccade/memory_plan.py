@@ -34,10 +34,8 @@ from saccade.wording import unknown_name
 
 T = TypeVar("T")
 
-ARITHMETIC, BANDWIDTH = 0.35, 0.6
-"""Shares of a GPU's published arithmetic and bandwidth that are assumed to be used."""
-CONTEXT = 0.6e9
-"""Bytes that a CUDA process takes besides its tensors; an assumption."""
+ARITHMETIC, BANDWIDTH = 0.35, 0.6  # shares of a GPU's published arithmetic and bandwidth that are assumed to be used
+CONTEXT = 0.6e9  # bytes that a CUDA process takes besides its tensors; an assumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +219,9 @@ class PairSize:
         return self.target.step(tokens) / self.target.step()
 
 
-LETTERS = 4
-"""Letters per token, about as in English prose."""
-LOOKED_AT = 128
-"""Samples whose pictures are opened, spread evenly over a file."""
-_VIDEO = (500, 2000)
-"""Visual tokens and patches assumed of a video, which is not opened."""
+LETTERS = 4  # letters per token, about as in English prose
+LOOKED_AT = 128  # samples whose pictures are opened, spread evenly over a file
+_VIDEO = (500, 2000)  # visual tokens and patches assumed of a video, which is not opened
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import json
 import re
 from typing import Any
 
-_CODE = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
-"""A block of code, and what it prints."""
+_CODE = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)  # a block of code, and what it prints
 
 
 def cells(page: str) -> list[tuple[str, str]]:

@@ -52,8 +52,7 @@ def answer(
 
 
 _SHUFFLED = 4  # every fourth sample is also shown with another picture
-FIRST_SEED = 100_000
-"""First seed of evaluation; training draws from a million on (`tools.pocket.batches`)."""
+FIRST_SEED = 100_000  # first seed of evaluation; training draws from a million on (`tools.pocket.batches`)
 
 
 @dataclass(frozen=True)

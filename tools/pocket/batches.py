@@ -103,8 +103,7 @@ def positions(samples: Sequence[Sample], ids: Tensor) -> Tensor | None:
     return rows
 
 
-FIRST_TRAINING_SEED = 1_000_000
-"""Smaller seeds are for tests and evaluation only."""
+FIRST_TRAINING_SEED = 1_000_000  # smaller seeds are for tests and evaluation only
 IGNORED = -100
 LABELLED = ("chart", "receipt", "scene", "document", "line", "count", "existence")
 """Tasks whose pictures have labels for every patch."""

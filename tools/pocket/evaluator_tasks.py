@@ -21,10 +21,8 @@ from saccade.pocket import WORLD, Sample, draw, lacks, score
 from saccade.pocket.sample import IMAGE_MARK
 from tools.pocket.files import write_video
 
-FIRST = 600_000
-"""Number of the first sample; neither training nor the suites draw from there on."""
-CHOICES = 4
-"""Answers to choose from: the right one, and those to other samples of the task."""
+FIRST = 600_000  # number of the first sample; neither training nor the suites draw from there on
+CHOICES = 4  # answers to choose from: the right one, and those to other samples of the task
 
 _TEMPLATES = {"": "lmms_generate.yaml", "_choice": "lmms_choice.yaml"}
 """Template of lmms-eval's task file by the end of the task's name."""

@@ -30,8 +30,7 @@ _LONGEST = 400
 _CHAIN = 5
 _CHUNK = 15  # answers between two saves
 
-Answered = tuple[int, str, list[int]]
-"""Seed and task of a form, and the answer as token ids."""
+Answered = tuple[int, str, list[int]]  # seed and task of a form, and the answer as token ids
 
 
 @dataclass(frozen=True)

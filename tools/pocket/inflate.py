@@ -37,8 +37,7 @@ from saccade.errors import ModelError
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of written weights by name."""
-INFLATABLE = ("eagle2", "hivis")
-"""Kinds of heads that can be inflated."""
+INFLATABLE = ("eagle2", "hivis")  # kinds of heads that can be inflated
 _HEAD_NORMS = ("embedding_norm.weight", "feature_norm.weight")
 _MLP_RATIO = 11008 / 4096  # of Llama, for shapes given by width, layers and heads
 _ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # frequencies that do not depend on the head size

@@ -234,8 +234,7 @@ _TURNS = 7
 _SHORT = "In short."
 _FRAMES = 12  # at most, so that rows of a batch have similar lengths
 Turn = tuple[str, str]
-Search = tuple[Turn, list[Thing]]
-"""A turn, and the things that it asks for."""
+Search = tuple[Turn, list[Thing]]  # a turn, and the things that it asks for
 
 
 def _ask(task: str, rng: Random, facts: dict[str, Any]) -> str:

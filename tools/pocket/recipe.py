@@ -121,8 +121,7 @@ def quick_recipe() -> Recipe:
     )
 
 
-SHARES: dict[str, dict[str, float]] = _FILE["shares"]
-"""Task shares of stages that have others than the first mixture."""
+SHARES: dict[str, dict[str, float]] = _FILE["shares"]  # task shares of stages that have others than the first mixture
 
 
 def drafting() -> dict[str, float]:

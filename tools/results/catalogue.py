@@ -14,13 +14,11 @@ from saccade.errors import InputError
 from tools.pocket.inflate import INFLATABLE
 from tools.results.claims import with_claims
 
-SUITES = Path("tools", "results", "suites")
-"""The papers' suites, from the root of a checkout."""
+SUITES = Path("tools", "results", "suites")  # the papers' suites, from the root of a checkout
 
 NOT_MEASURED = ("documents", "forms", "tune")
 """Suites without pages: `saccade tune` chooses from one, and `docs/measurements.md` has figures of the others."""
-SHORT_TASKS = 2
-"""Tasks of every suite in a short run."""
+SHORT_TASKS = 2  # tasks of every suite in a short run
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,7 @@ class Measurement:
         return replace(self, suite=self.suite.with_(tasks=tasks, per_task=1, repeats=1, trace=0, max_new_tokens=16))
 
 
-SHAPE = "1024x24x8"
-"""Of inflated targets."""
+SHAPE = "1024x24x8"  # of inflated targets
 
 _SHIPPED = ("heads-long", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""

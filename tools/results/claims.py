@@ -20,10 +20,8 @@ from saccade.wording import count as counted
 
 Judgement = Literal["holds", "level", "undecided", "does not", "not measured"]
 WORST_FIRST: tuple[Judgement, ...] = ("does not", "undecided", "level", "holds")
-FEWEST = 40
-"""Prompts below which no comparison is decided."""
-LEVEL = (0.97, 1.03)
-"""Ratios between which the whole interval of a level comparison lies."""
+FEWEST = 40  # prompts below which no comparison is decided
+LEVEL = (0.97, 1.03)  # ratios between which the whole interval of a level comparison lies
 CURVES = "score at equal tokens per pass"
 """The measure that compares curves: a label with ``*`` at its end stands for all that begin so."""
 
@@ -171,8 +169,7 @@ def _of_rates(rate: Callable[[Record], float | None]) -> Measure:
     return lambda ours, theirs: median_estimate(metrics.paired_ratios(ours, theirs, rate))
 
 
-_GRID = 9
-"""Places at which two curves are compared."""
+_GRID = 9  # places at which two curves are compared
 
 
 def _score_at_equal_tokens(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:

@@ -24,8 +24,7 @@ _LEFT_OUT: dict[str, Any] = {
     "pieces": [],
     "finish_reason": "",
 }
-_FIRST = {"weights": 2, "confidence": 1}
-"""Signals of traced trees that figures show, and how many numbers of each."""
+_FIRST = {"weights": 2, "confidence": 1}  # signals of traced trees that figures show, and how many numbers of each
 
 
 def path_of(folder: Path, name: str) -> Path:

@@ -29,8 +29,7 @@ from tools.results import kept
 from tools.results.catalogue import SHAPE, Measurement, load, measurements
 from tools.results.pages import facts
 
-MARK = "results.json"
-"""Identity of a results folder: revision, machine and models."""
+MARK = "results.json"  # identity of a results folder: revision, machine and models
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +255,7 @@ class Session:
         return "; ".join(parts) + "."
 
 
-_EVERY = 60.0
-"""Seconds between lines of progress."""
+_EVERY = 60.0  # seconds between lines of progress
 _INFLATED = ", which is the pair's inflated to 1024 x 24"
 
 

@@ -27,8 +27,7 @@ from tools.results.catalogue import Measurement
 from tools.results.claims import Verdict, of_curve, verdicts
 
 INDEX = "README.md"
-REASONS = "reasons.toml"
-"""Beside the pages, and kept when they are replaced."""
+REASONS = "reasons.toml"  # beside the pages, and kept when they are replaced
 COLUMNS = {
     "method": "method",
     "block efficiency": "tokens/pass",

@@ -72,10 +72,8 @@ def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
     return costs.draft[1] / costs.target_seconds(1) if method["needs"] == "draft model" else 0.0
 
 
-LAGS = (1, 2, 3, 4, 5)
-"""Distances in steps at which certainty is compared with itself."""
-FEWEST_STEPS = 8
-"""Least number of steps in an answer for its autocorrelation to count."""
+LAGS = (1, 2, 3, 4, 5)  # distances in steps at which certainty is compared with itself
+FEWEST_STEPS = 8  # least number of steps in an answer for its autocorrelation to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +210,10 @@ def view_weights(run: RecordedRun) -> Table | None:
     return Table("Weight of the first view while an answer grows", columns, rows)
 
 
-PARTS = 5
-"""Parts of an answer's steps in the table of weights."""
+PARTS = 5  # parts of an answer's steps in the table of weights
 
 
-SHOWN = 6
-"""Most answers in the figure of weights."""
+SHOWN = 6  # most answers in the figure of weights
 
 
 def drawn_signals(run: RecordedRun, prefix: str) -> list[Plot]:

@@ -17,8 +17,7 @@ from saccade.errors import InputError
 from saccade.wording import unknown_name
 from tools.results.catalogue import SUITES
 
-ALONE = "none"
-"""Drafter of a setting that needs none besides heads or the target itself."""
+ALONE = "none"  # drafter of a setting that needs none besides heads or the target itself
 SETTINGS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 """By PAPER/TARGET: source, suite, methods, tasks, target; where the paper states them drafter, max_new_tokens, note."""
 

@@ -28,10 +28,8 @@ from saccade.vlm import VLM
 from tools.results.expectations import PAPERS, dream, hivis, lvspec, sage, tabed
 from tools.results.probe import GAMMA, Answer, Names, Probe
 
-HEADS = ("hivis", "dream")
-"""Heads whose steps are timed, with fresh weights."""
-Found = tuple[dict[str, Any], str]
-"""Numbers by name, and the expectation: win, level, lose, or why it was not measured."""
+HEADS = ("hivis", "dream")  # heads whose steps are timed, with fresh weights
+Found = tuple[dict[str, Any], str]  # numbers by name, and the expectation: win, level, lose, or why it was not measured
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 

@@ -28,10 +28,8 @@ from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput
 from saccade.vlm import VLM
 
-GAMMA = 5
-"""Length of the chains (TABED, Section 5)."""
-Names = Callable[[list[int]], Array]
-"""Whether each token of a text names what is seen."""
+GAMMA = 5  # length of the chains (TABED, Section 5)
+Names = Callable[[list[int]], Array]  # whether each token of a text names what is seen
 
 
 @dataclass(slots=True)

@@ -26,10 +26,8 @@ from saccade.output import Output, TreeTrace
 from saccade.stream import Detokenizer
 from saccade.vlm import VLM
 
-VALID = "valid"
-"""Score of an answer with a form: whether it is complete and obeys it."""
-_LONGEST = 100
-"""Letters of an id in the name of a picture's file."""
+VALID = "valid"  # score of an answer with a form: whether it is complete and obeys it
+_LONGEST = 100  # letters of an id in the name of a picture's file
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 

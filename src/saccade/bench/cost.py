@@ -23,14 +23,10 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens per pass measured in every run."""
-ROUNDS = 15
-"""Timed passes of every size."""
-WARM = 2
-"""Untimed passes before them."""
-HEAD_STEPS = 5
-"""Longest chain over which a head's step is averaged."""
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per pass measured in every run
+ROUNDS = 15  # timed passes of every size
+WARM = 2  # untimed passes before them
+HEAD_STEPS = 5  # longest chain over which a head's step is averaged
 
 
 @dataclass(frozen=True, slots=True)

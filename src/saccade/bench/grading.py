@@ -13,8 +13,7 @@ from saccade.bench.questions import Question, UserTurn
 from saccade.bench.records import MEDIA, SCORES, Key, LineFile, Record, RecordedRun, score_key, scored, stored_scores
 from saccade.errors import InputError, SaccadeError
 
-JUDGE = "judge"
-"""Name of a judge's score."""
+JUDGE = "judge"  # name of a judge's score
 
 
 def grade(

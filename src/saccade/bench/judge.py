@@ -24,8 +24,7 @@ Answer to grade: {answer}
 
 Give {high} if the answer says the same as the reference, {low} if it is wrong or empty, and a number between them if \
 it is partly right. Reply with the number only."""
-_PLACES = ("url", "key_env", "concurrency", "retries", "timeout")
-"""Fields that do not change a grade."""
+_PLACES = ("url", "key_env", "concurrency", "retries", "timeout")  # fields that do not change a grade
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _NAMED = re.compile(r"(?:score|rating|grade)\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _THOUGHTS = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # servers may leave out either end

@@ -35,10 +35,8 @@ from saccade.data.reading import RowQuestion, question_of, read
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.media import Video, load_image, read_source
 
-FIRST_PICTURE = 500_000
-"""Number of the first pocket picture at seed 0; training draws from a million on."""
-_SHOWN_FRAMES = 4
-"""Frames of a video that a report shows."""
+FIRST_PICTURE = 500_000  # number of the first pocket picture at seed 0; training draws from a million on
+_SHOWN_FRAMES = 4  # frames of a video that a report shows
 
 
 @dataclass(frozen=True, slots=True)

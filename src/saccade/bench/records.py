@@ -18,10 +18,8 @@ from saccade.resumable import encoded, lock, whole_lines
 
 SCHEMA = 1
 FILE = "records.jsonl"
-SCORES = "scores.jsonl"
-"""Scores that were made once all answers were there: one line per scorer and distinct answer."""
-MEDIA = "media"
-"""Folder of the questions' pictures in that of a run."""
+SCORES = "scores.jsonl"  # scores that were made once all answers were there: one line per scorer and distinct answer
+MEDIA = "media"  # folder of the questions' pictures in that of a run
 RESUME = "the records so far are intact, so free some space and run the same command again to resume"
 """Advice in messages about failed writes."""
 
@@ -185,8 +183,7 @@ def read(folder: Path) -> RecordedRun:
     return RecordedRun(path.parent, header, scored(path.parent, list(records.values())), problems)
 
 
-Key = tuple[str, str, str]
-"""Scorer, prompt and hash of the answer."""
+Key = tuple[str, str, str]  # scorer, prompt and hash of the answer
 
 
 def score_key(by: str, record: Record) -> Key:

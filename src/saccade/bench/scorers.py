@@ -14,8 +14,7 @@ from typing import Any
 from saccade.errors import InputError
 from saccade.wording import unknown_name
 
-Score = Callable[[str], dict[str, float]]
-"""Score of an answer from 0 to 1, by kind of fact."""
+Score = Callable[[str], dict[str, float]]  # score of an answer from 0 to 1, by kind of fact
 UserScorer = Callable[[str, Any, Mapping[str, Any]], Any]
 """Scorer of the user: called with the answer, the reference (None without one) and the row's fields; returns a number
 from 0 to 1, a truth, or several by name."""

@@ -18,10 +18,8 @@ from saccade.errors import SaccadeError
 from saccade.options import check_keys, check_whole, make
 from saccade.wording import parse_value, unknown_name
 
-BASELINE = "plain"
-"""Method that all others are compared with; part of every suite."""
-NAMES = ("quick", "forms", "documents", "heads", "small-trees", "tune")
-"""Built-in suites."""
+BASELINE = "plain"  # method that all others are compared with; part of every suite
+NAMES = ("quick", "forms", "documents", "heads", "small-trees", "tune")  # built-in suites
 
 
 @dataclass(frozen=True, slots=True)

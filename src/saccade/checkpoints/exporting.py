@@ -21,10 +21,8 @@ from saccade.loading import is_on_hub
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
 
-Files = tuple[dict[str, Any], dict[str, Tensor]]
-"""Content of config.json, and the weights by name."""
-EXPORTS = ("speculators", "eagle", "sglang")
-"""Layouts that can be written."""
+Files = tuple[dict[str, Any], dict[str, Tensor]]  # content of config.json, and the weights by name
+EXPORTS = ("speculators", "eagle", "sglang")  # layouts that can be written
 
 _READERS = {"speculators": "vLLM and speculators", "eagle": "EAGLE's code", "sglang": "SGLang"}
 _RUN = {

@@ -34,8 +34,7 @@ from saccade.pocket.sample import UNSEEN_BY_HEADS
 
 FIRST_SEED = 1_000_000
 """Pocket samples for training are drawn from here on; evaluation, benchmarks and the demo draw below."""
-WINDOW = 32
-"""Batches whose questions are sorted by length together; a larger window sorts better and shuffles less."""
+WINDOW = 32  # batches whose questions are sorted by length together; a larger window sorts better and shuffles less
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,8 @@ SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
 
 _MARKS = re.compile(r"(<image(?: \d+)?>)")
 Part = Mapping[str, Any]
-Arguments = Sequence[Any]
-"""Of a request."""
-Round = tuple[TaskQuestion | None, Any]
-"""The next question of a task of several rounds, and the task's notes."""
+Arguments = Sequence[Any]  # of a request
+Round = tuple[TaskQuestion | None, Any]  # the next question of a task of several rounds, and the task's notes
 Scores = list[tuple[float, bool]]
 
 

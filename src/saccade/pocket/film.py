@@ -8,8 +8,7 @@ from saccade.pocket.scoring import in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import RADIUS, Thing, key, name, named, render, scatter
 from saccade.pocket.words import BACKGROUNDS, NUMBERS, ORDINALS, a, joined, sentence, shuffled, spoken
 
-Event = dict[str, Any]
-"""`what` (a direction, "appears", "leaves" or a new size) and the number of the `thing`."""
+Event = dict[str, Any]  # `what` (a direction, "appears", "leaves" or a new size) and the number of the `thing`
 
 FRAMES = (8, 12, 16, 24, 32, 64)
 _FRAME_WEIGHTS = (6, 6, 5, 3, 2, 1)

@@ -8,8 +8,7 @@ from saccade.pocket.words import COLOURS, COLUMNS, DAYS, GOODS, NAMES, NUMBERS, 
 IMAGE_SIZE = 96
 PATCH_SIZE = 12
 GRID = IMAGE_SIZE // PATCH_SIZE
-IGNORED_LABEL = -100
-"""Label of a patch without ground truth, which PyTorch's cross-entropy ignores."""
+IGNORED_LABEL = -100  # label of a patch without ground truth, which PyTorch's cross-entropy ignores
 
 Labels = NDArray[np.int64]
 

@@ -12,8 +12,7 @@ from saccade.errors import InputError
 from saccade.pocket.labels import Labels, no_labels
 from saccade.wording import meant
 
-IMAGE_MARK = "<image>"
-"""Place of a picture within a question; without marks all pictures come first."""
+IMAGE_MARK = "<image>"  # place of a picture within a question; without marks all pictures come first
 Facts = Mapping[str, Any]
 
 
@@ -126,10 +125,8 @@ def grammars(
     }
 
 
-WORLD: dict[str, Task] = {}
-"""Every task by name, in order."""
-UNSEEN_BY_DRAFTS = ("story", "album")
-"""Tasks that drafters are not trained on: their out-of-distribution case."""
+WORLD: dict[str, Task] = {}  # every task by name, in order
+UNSEEN_BY_DRAFTS = ("story", "album")  # tasks that drafters are not trained on: their out-of-distribution case
 UNSEEN_BY_HEADS = (*UNSEEN_BY_DRAFTS, "long-video")
 """Tasks that heads are not trained on, which, as published ones, have seen no prompts of thousands of tokens."""
 

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from saccade.pocket.words import NUMBERS
 
-CONCLUSION = r"(?i)[^.]*\banswer\b[^.]*"
-"""Pattern of the sentence with the answer, among reasons."""
+CONCLUSION = r"(?i)[^.]*\banswer\b[^.]*"  # pattern of the sentence with the answer, among reasons
 
 
 def sentences(answer: str) -> list[str]:

@@ -11,13 +11,10 @@ from typing import Any
 
 from saccade.errors import TrainingError
 
-_POOL = 32
-"""Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
-AHEAD = 2
-"""Micro batches prepared beyond the current one; bounds the memory of their features."""
+_POOL = 32  # batches whose samples are sorted by length together: little padding, and still another mixture every epoch
+AHEAD = 2  # micro batches prepared beyond the current one; bounds the memory of their features
 
-Work = tuple[int, list[int]]
-"""Step and sample numbers of a micro batch."""
+Work = tuple[int, list[int]]  # step and sample numbers of a micro batch
 
 
 def split_validation(conversations: Sequence[int], wanted: int, seed: int) -> tuple[list[int], list[int]]:

@@ -52,8 +52,7 @@ OnBadLine = Literal["stop", "skip"]
 _PER_MEDIUM = 500
 """Tokens assumed per image or video of a line without ``prompt_tokens`` when batches of similar length are formed."""
 
-_END = 1 << 14
-"""Bytes of both ends of a media file that identify it."""
+_END = 1 << 14  # bytes of both ends of a media file that identify it
 
 
 class Answers:

@@ -33,8 +33,7 @@ from saccade.train.recipe import Recipe, Stage
 from saccade.wording import differences
 
 _GAMMA = 5  # draft tokens of a chain in measurements
-_PROBED = 16
-"""Samples that are checked against the language model's context before training."""
+_PROBED = 16  # samples that are checked against the language model's context before training
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,10 @@ from saccade.files import make_folder, write_file
 from saccade.target_model.adapter import Target
 from saccade.train.features import Features, Needed
 
-_SHARD = 64
-"""Samples per file."""
+_SHARD = 64  # samples per file
 
-_FORMAT = 3
-"""Version of the files; others are discarded."""
-_FOLDER = re.compile(r"[0-9a-f]{16}")
-"""Names of the folders of fingerprints."""
+_FORMAT = 3  # version of the files; others are discarded
+_FOLDER = re.compile(r"[0-9a-f]{16}")  # names of the folders of fingerprints
 
 
 class FeatureCache:

@@ -177,8 +177,7 @@ def description(device: torch.device) -> str:
     return f"{threads} CPU thread{'' if threads == 1 else 's'}, {kind}"
 
 
-FAR = 10
-"""Factor by which the loss, or the largest weight, of a run in order stays below that of its beginning."""
+FAR = 10  # factor by which the loss, or the largest weight, of a run in order stays below that of its beginning
 
 
 @torch.no_grad()

@@ -91,14 +91,11 @@ def _features(cache: float, samples: int, where: str, limit: float, processes: i
     return words if room >= cache else f"{words}, room for {room / cache:.0%} of them; the rest is read in every epoch"
 
 
-VECTORS = 16
-"""Vectors as wide as the model that a decoder layer retains per token for its backward pass."""
+VECTORS = 16  # vectors as wide as the model that a decoder layer retains per token for its backward pass
 COPIES = 8
 """Float32 tensors of the logits' size that a loss has at a time: head's and teacher's, their softmax, gradients."""
-CHECKPOINTS = 3
-"""Two that stay and one that is being written; each has the weights and AdamW's two moments in float32."""
-_MARK = 4
-"""Bytes of a float32."""
+CHECKPOINTS = 3  # two that stay and one that is being written; each has the weights and AdamW's two moments in float32
+_MARK = 4  # bytes of a float32
 
 
 def kept_bytes(trained: int) -> float:

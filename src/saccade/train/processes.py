@@ -20,8 +20,7 @@ except ImportError:
 
 _TIMEOUT = timedelta(days=2)
 """Longest wait for another process: the first one may measure for hours; `torchrun` ends all when one fails."""
-BUCKET = 1 << 25
-"""Weights whose gradients are summed at once (128 MB)."""
+BUCKET = 1 << 25  # weights whose gradients are summed at once (128 MB)
 _BROKEN = ("gloo", "nccl", "connection", "socket", "tcpstore", "broken pipe", "timed out")
 """Words of errors that another process's end may cause."""
 

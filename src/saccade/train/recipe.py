@@ -19,8 +19,7 @@ from saccade.wording import unknown_name
 
 T = TypeVar("T")
 
-EPOCHS = 10
-"""Most epochs of a built-in recipe: with few answers it has fewer steps, with many as many as it says."""
+EPOCHS = 10  # most epochs of a built-in recipe: with few answers it has fewer steps, with many as many as it says
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch", "recompute")
 """Settings that may change when a run is resumed: they do not affect supervision."""

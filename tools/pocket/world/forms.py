@@ -117,8 +117,7 @@ _KINDS: Mapping[str, _Kind] = {
         (_count("things"), _Field(("background", "ground"), _one_of(*BACKGROUNDS), _of("background"))),
     ),
 }
-TASKS = tuple(_KINDS)
-"""Tasks that can be asked as forms."""
+TASKS = tuple(_KINDS)  # tasks that can be asked as forms
 
 
 def draw(seed: int, task: str) -> FormSample:

@@ -159,8 +159,7 @@ DOCUMENT = Task(
 
 # -- caption: one or two sentences on any single picture of the world, with one fixed prompt -----------------
 
-CAPTION_PROMPT = "Caption this picture."
-"""Prompt for captions, also of captioners for drafting with captions."""
+CAPTION_PROMPT = "Caption this picture."  # prompt for captions, also of captioners for drafting with captions
 _PAINTERS = {
     "scene": (scene.paint, 5),
     "chart": (chart.paint, 2),
@@ -330,8 +329,7 @@ ALBUM = Task(
 HEADS, FEET = PHRASES["report_heads"], PHRASES["report_feet"]
 """Form -> first and last sentence, without their full stops."""
 REMARKS = 2
-Item = dict[str, Any]
-"""Entry of the list: a shape, or a `word` with its `price`."""
+Item = dict[str, Any]  # entry of the list: a shape, or a `word` with its `price`
 
 
 def paint_report(rng: Random) -> Picture:

@@ -36,8 +36,7 @@ _vet = wordings("vet")
 _EDGES = {"furthest left": ("x", 1), "furthest right": ("x", -1), "highest": ("y", 1), "lowest": ("y", -1)}
 _CLEAR = 6  # pixels between the shape in question and the next one, so that the answer is unambiguous
 
-QuestionFacts = dict[str, Any]
-"""Facts of a question; `steps` are the (subject, value) pairs on the way to the result."""
+QuestionFacts = dict[str, Any]  # facts of a question; `steps` are the (subject, value) pairs on the way to the result
 
 
 def _sum_of_bars(rng: Random) -> tuple[Picture, QuestionFacts]:
@@ -356,8 +355,7 @@ ARITHMETIC = Task(
 # -- knowledge: three of a few dozen facts about the real world, without a picture ---------------------------
 
 _knowledge = wordings("knowledge")
-_KNOWN: dict[str, dict[str, str]] = PHRASES["known"]
-"""Kind -> subject -> value."""
+_KNOWN: dict[str, dict[str, str]] = PHRASES["known"]  # kind -> subject -> value
 
 
 def paint_knowledge(rng: Random) -> Media:

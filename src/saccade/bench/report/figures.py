@@ -95,10 +95,8 @@ def standalone(drawing: Markup) -> str:
     return f"{opening}{head}{bracket}\n<style>{css}</style>{rest}\n"
 
 
-WIDTH, HEIGHT = 4.8, 3.4
-"""Size in inches, legible on a phone."""
-SIZE = 9.0
-"""Of names in a legend, in points."""
+WIDTH, HEIGHT = 4.8, 3.4  # size in inches, legible on a phone
+SIZE = 9.0  # of names in a legend, in points
 MARKERS = "osD^vPX<>hp"
 LINES = ("-", "--", "-.", ":")
 

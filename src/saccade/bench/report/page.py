@@ -24,8 +24,7 @@ from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.inputs.media.sources import FORMATS
 
-LARGEST = 640
-"""Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
+LARGEST = 640  # longest side, in pixels, of a picture in the report; larger ones are scaled down
 
 
 def render(contents: Sequence[Content], prompts: int = 4) -> str:

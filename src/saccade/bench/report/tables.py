@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 EMPTY = "–"
-ENOUGH = 10
-"""Least number of passes for a share to be shown."""
+ENOUGH = 10  # least number of passes for a share to be shown
 STAGES = {
     "vision": "vision tower",
     "prefill": "prefill",

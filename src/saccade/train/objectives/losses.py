@@ -17,14 +17,11 @@ from saccade.draft.heads.head import Head, Placement
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
 
-LOGITS = 1 << 24
-"""Logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
+LOGITS = 1 << 24  # logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)
 
 
-LK_DECAY = 3.0
-"""How fast LK's weight of the divergence falls with acceptance (LK losses, Samarin et al. 2026: eta)."""
-SMOOTHING = 0.5
-"""Confidence that D-PACE grants to every draft token (D-PACE, Wu et al. 2026: alpha)."""
+LK_DECAY = 3.0  # how fast LK's weight of the divergence falls with acceptance (LK losses, Samarin et al. 2026: eta)
+SMOOTHING = 0.5  # confidence that D-PACE grants to every draft token (D-PACE, Wu et al. 2026: alpha)
 
 
 @dataclass(slots=True)
