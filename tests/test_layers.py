@@ -88,7 +88,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 29_138
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 55_200, 11_516
+TESTS, TOOLS = 55_400, 11_516
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.04
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

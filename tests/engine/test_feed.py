@@ -1,0 +1,191 @@
+"""What keeps a batch full: when entries start, what of a failure is whose, and what is repeated alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine.kit import alone, engine, prompts
+from saccade.engine import Request
+from saccade.engine.feed import Entry, Feed
+from saccade.engine.row import RowPlan, plan
+from saccade.engine.step import StepRunner
+from saccade.errors import InputError
+
+MAX_ROWS = 3
+Failing = Callable[[Callable[[list[int]], bool]], list[list[int]]]
+
+
+@dataclass(eq=False, slots=True)
+class Asked(Entry):
+    """Prompts by number, each a row."""
+
+    numbers: tuple[int, ...]
+    n: int = 6
+    starts: int = field(default=0, init=False)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row.output for row in self.rows]
+
+    @property
+    def expected(self) -> list[list[int]]:
+        return [alone("plain", prompts()[number], n=self.n) for number in self.numbers]
+
+
+def feed_of(*entries: Asked) -> Feed[Asked]:
+    batch = engine("plain").open(MAX_ROWS)
+
+    def starts(entry: Asked) -> list[tuple[Request, RowPlan]]:
+        entry.starts += 1
+        asked = [prompts()[number] for number in entry.numbers]
+        return list(zip(map(Request, asked), plan(batch.target, asked, max_new_tokens=entry.n), strict=True))
+
+    feed = Feed(batch, starts, MAX_ROWS)
+    for entry in entries:
+        feed.add(entry)
+    return feed
+
+
+def run(feed: Feed[Asked]) -> list[Asked]:
+    """Entries in the order in which they end."""
+    ended = list[Asked]()
+    while not feed.is_idle:
+        feed.step()
+        ended += [entry for entry in feed.read() if entry.done]
+    return ended
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Make steps raise by the numbers of the prompts in them; returns those of every step."""
+    stock, steps = StepRunner.run, list[list[int]]()
+
+    def plant(fails: Callable[[list[int]], bool]) -> list[list[int]]:
+        def stepped(runner: StepRunner) -> None:
+            steps.append([prompts().index(row.request.prompt) for row in runner._state.active])
+            if fails(steps[-1]):
+                raise RuntimeError("planted")
+            stock(runner)
+
+        monkeypatch.setattr(StepRunner, "run", stepped)
+        return steps
+
+    return plant
+
+
+def test_entries_start_in_order_as_rows_are_free(failing: Failing) -> None:
+    steps = failing(lambda _: False)
+    entries = [Asked((0, 1), n=2), Asked((2,), n=9), Asked((3, 1), n=4), Asked((0,))]
+    assert run(feed_of(*entries)) == [entries[0], entries[2], entries[1], entries[3]]
+    assert [entry.tokens for entry in entries] == [entry.expected for entry in entries]
+    assert max(map(len, steps)) == MAX_ROWS, "an entry starts whole where one row is free; the batch holds the others"
+    assert steps[0] == [0, 1, 2]
+
+
+def test_entries_of_a_step_that_failed_are_repeated_each_alone_before_any_that_waits(failing: Failing) -> None:
+    steps = failing(lambda numbers: 1 in numbers)
+    entries = [Asked((number,)) for number in (0, 1, 2, 3)]
+    ended = run(feed_of(*entries))
+    assert [entry.numbers for entry in ended] == [(0,), (1,), (2,), (3,)]
+    assert steps[0] == [0, 1, 2]
+    assert all(len(numbers) == 1 for numbers in steps[1:]), "the last suspect, too, and nobody joins it"
+    assert [entry.starts for entry in entries] == [2, 2, 2, 1]
+    assert str(entries[1].error) == "planted"
+    assert [entry.tokens for entry in ended if entry.error is None] == [entries[n].expected for n in (0, 2, 3)]
+
+
+def test_an_entry_of_several_rows_is_repeated_once_and_fails_whole(failing: Failing) -> None:
+    steps = failing(lambda numbers: 1 in numbers)
+    bad, good = Asked((0, 1)), Asked((2,))
+    feed = feed_of(bad, good)
+    assert set(run(feed)) == {bad, good}
+    assert steps[:2] == [[0, 1, 2], [0, 1]]
+    assert (bad.starts, good.starts) == (2, 2)
+    assert bad.error is not None
+    assert good.tokens == good.expected
+    assert feed.batch.is_idle
+
+
+def test_a_row_that_fails_by_itself_ends_its_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry's other row goes, and no neighbour is repeated, also where the step before is unread."""
+    bad, good = Asked((0, 1), n=30), Asked((2,))
+    feed = feed_of(bad, good)
+    feed.step()
+    spoilt = bad.rows[1].slot
+    forward = feed.batch.context.run
+
+    def run_spoilt(blocks: list[Any]) -> list[Any]:
+        outputs = forward(blocks)
+        for block, output in zip(blocks, outputs, strict=True):
+            if spoilt in block.rows:
+                output.logits[list(block.rows).index(spoilt)] = float("nan")
+        return outputs
+
+    monkeypatch.setattr(feed.batch.context, "run", run_spoilt)
+    assert run(feed) == [bad, good]
+    assert "not finite" in str(bad.error)
+    assert len(bad.tokens[0]) < bad.n, "its answer is of no use without the other"
+    assert (bad.starts, good.starts) == (1, 1)
+    assert good.tokens == good.expected
+
+
+def test_an_entry_that_cannot_start_ends_with_its_error() -> None:
+    bad, good = Asked((0,), n=0), Asked((1,))
+    feed = feed_of(bad, good)
+    feed.fill()
+    assert (feed.running, feed.read()) == ([good], [bad])
+    assert isinstance(bad.error, InputError)
+    assert run(feed) == [good]
+
+
+def test_an_entry_is_cancelled_wherever_it_is(failing: Failing) -> None:
+    failing(lambda numbers: len(numbers) > 2)
+    entries = [Asked((number,)) for number in (0, 1, 2, 3)]
+    feed = feed_of(*entries)
+    assert feed.cancel(entries[3]), "it waits"
+    feed.step()
+    assert feed.read() == []
+    assert list(feed.suspects) == entries[:3]
+    assert feed.cancel(entries[1]), "it waits to be repeated"
+    feed.step()
+    assert feed.running == [entries[0]]
+    assert feed.cancel(entries[0]), "its row runs"
+    assert feed.batch.is_idle
+    assert feed.read() == [], "its step is of no interest any more"
+    assert run(feed) == [entries[2]]
+    assert not any(map(feed.cancel, entries)), "all have ended"
+    assert entries[2].tokens == entries[2].expected
+
+
+def test_steps_that_are_read_during_the_next_step_are_read_once() -> None:
+    entry, read = Asked((0,)), list[list[Asked]]()
+    feed = feed_of(entry)
+    feed.batch.meanwhile = lambda: read.append(feed.read())
+    for _ in range(3):
+        feed.step()
+    assert read == [[], [entry], [entry]]
+    assert feed.read() == [entry]
+    assert feed.read() == []
+
+
+def test_what_is_added_while_suspects_run_or_others_wait_has_no_room(failing: Failing) -> None:
+    failing(lambda numbers: len(numbers) > 1)
+    first, second, third = (Asked((number,)) for number in (0, 1, 2))
+    feed = feed_of(first)
+    assert not feed.has_room, "one waits already"
+    feed.fill()
+    assert feed.has_room
+    feed.add(second)
+    feed.step()
+    feed.read()
+    feed.step()
+    assert (feed.running, feed.has_room) == ([first], False)
+    feed.add(third)
+    assert run(feed) == [first, second, third]
+    feed.add(third)
+    feed.clear()
+    assert feed.is_idle
