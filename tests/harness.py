@@ -1,27 +1,52 @@
-"""Engines over the tiny families, built once per process, and how their outputs are compared."""
+"""Engines over the tiny families, built once per process, drafters of every kind, and how outputs are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
+import torch
+
 from families import EOS, FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
+from numerals import Numerals
+from saccade.draft.drafter import Drafter
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import Chain, StaticTree
-from saccade.engine import Engine, Request
+from saccade.draft.pruning import Pruning
+from saccade.draft.suffix import SuffixDrafter
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.oneshot import OneShotTree
+from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree, branches_of
+from saccade.draft.trees.sage import SageTree
+from saccade.engine import Engine, Request, RunningBatch
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
+from saccade.options import SuffixOptions
 from saccade.output import Output
 from saccade.target_model.adapter import Target
+from saccade.tree import DraftTree
 
 POLICIES: dict[str, Any] = {
     "chain": Chain(4),
     "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
     "dynamic": DynamicTree(top=3, max_depth=4, total=12),
+}
+TREES: dict[str, Any] = {
+    **POLICIES,
+    "branches": branches_of(3, 3),
+    "confident": ConfidentChain(5, 0.5),
+    "width": WidthTree(2, 4),
+    "sage": SageTree(),
+    "oneshot": OneShotTree(12, 0.02, 4),
 }
 METHODS = ("plain", *POLICIES)
 OPTIONS: dict[str, Any] = {
@@ -71,6 +96,35 @@ def build(model: Target, draft_model: Target, method: str) -> Engine:
     return Engine(model, ModelDrafter(draft_model, POLICIES[method]))
 
 
+def headed(kind: str, model: Target, _: Target, policy: Any, **options: Any) -> HeadDrafter:
+    """A head with random weights, as a new one begins."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        head = build_head(HeadConfig.from_target(model, kind, **options))
+        head.begin_from(model)
+    return HeadDrafter(head.to(model.dtype), model, policy, in_training=True)
+
+
+def ensemble(model: Target, draft_model: Target, policy: Any, *weighting: Any) -> EnsembleDrafter:
+    """Two views: everything, and the text alone."""
+    return EnsembleDrafter(draft_model, policy, [Multimodal(), TextOnly(draft_model.config, Numerals())], *weighting)
+
+
+_HALF = Pruned(Pruning(keep_images=0.5))
+DRAFTERS: dict[str, Callable[[Target, Target, Any], Drafter | None]] = {
+    "plain": lambda model, draft_model, policy: None,
+    "model": lambda model, draft_model, policy: ModelDrafter(draft_model, policy),
+    "ensemble": ensemble,
+    "pruned": lambda model, draft_model, policy: EnsembleDrafter(draft_model, policy, [_HALF]),
+    "self": lambda model, draft_model, policy: EnsembleDrafter(model, policy, [_HALF]),
+    "lookup": lambda model, draft_model, policy: PromptLookup(),
+    "suffix": lambda model, draft_model, policy: SuffixDrafter(SuffixOptions()),
+    "merged": lambda model, draft_model, policy: MergedDrafter(ModelDrafter(draft_model, policy), PromptLookup(6)),
+    **{kind: partial(headed, kind) for kind in HEAD_KINDS},
+}
+"""A drafter of every kind for a target, by means of a draft model and a tree where it has them."""
+
+
 def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
     """The rows of a Hugging Face batch for the family's models."""
     return split(target(case.name).config, inputs)
@@ -109,6 +163,29 @@ def assert_equals_generate(
     outputs: list[Output] = method.generate(requests(name, kind, rows), max_new_tokens=n)
     assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=n)
     return outputs
+
+
+def proposals(method: Engine, asked: Sequence[Request], n: int) -> list[tuple[int, list[int], DraftTree]]:
+    """All trees of a batch with their rows, and what its drafter has been shown of the rows' answers by then."""
+    session = method.open(len(asked))
+    propose, shown, found = session.drafting.propose, defaultdict[int, list[int]](list), []
+
+    def recorded(rows: Sequence[int], new: Sequence[Sequence[int]], *others: Any) -> DraftTree:
+        tree: DraftTree = propose(rows, new, *others)
+        for place, row in enumerate(rows):
+            shown[row] += new[place]
+            found.append((row, [*shown[row]], tree.rows(place, place + 1)))
+        return tree
+
+    session.drafting.propose = recorded
+    method.generate(asked, max_new_tokens=n, session=session)
+    return found
+
+
+def drain(batch: RunningBatch) -> None:
+    """Run a batch to the end of all its rows."""
+    while not batch.is_idle:
+        batch.step()
 
 
 def tokens(outputs: Sequence[Output]) -> list[list[int]]:

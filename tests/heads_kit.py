@@ -12,42 +12,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from families import FAMILIES, FamilyCase, Inputs, pristine, reset_rope_deltas
+import harness
+from families import FAMILIES, Inputs, pristine, reset_rope_deltas
+from harness import prompts, target
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import Chain, Frontier, StaticTree
+from saccade.draft.trees.policy import Frontier
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.row import plan
-from saccade.inputs.families import family_of, split
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.output import Output
-from saccade.target_model.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
 DRAFTING = (*KINDS, "vispec", "peagle")
 """With those whose entries have more than one embedding, or are masks."""
 AHEAD = ("medusa", "hydra")
 EVERY = (*DRAFTING, "dream", "kangaroo", *AHEAD)
-POLICIES: dict[str, Any] = {
-    "chain": Chain(4),
-    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
-    "dynamic": DynamicTree(top=3, max_depth=4, total=12),
-    "sage": SageTree(),
-}
+POLICIES: dict[str, Any] = {**harness.POLICIES, "sage": SageTree()}
 LENGTH = 18
 """Length of the answers that heads are taught."""
-
-
-@cache
-def target(name: str) -> Target:
-    return Target(FAMILIES[name].model())
-
-
-def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
-    return split(target(case.name).config, inputs)
 
 
 def touching_images() -> tuple[Prompt, Prompt]:

@@ -15,14 +15,8 @@ from families import FAMILIES, STOCK, FamilyCase
 from saccade import pocket
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Pruned
-from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter
-from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning
-from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import ModelError
@@ -49,18 +43,11 @@ SHIPPED = [
 of multi-token prediction nor a mask token."""
 REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3", *STOCK)
 NAMES = [name for name in FAMILIES if name not in REFUSED]
-DRAFTERS: dict[str, Callable[[str], Any]] = {
-    "plain": lambda name: None,
-    **{
-        tree: lambda name, tree=tree: ModelDrafter(harness.draft(name), harness.POLICIES[tree])
-        for tree in harness.POLICIES
-    },
-    "sage": lambda name: ModelDrafter(harness.draft(name), SageTree()),
-    "lookup": lambda name: PromptLookup(),
-    "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), harness.POLICIES["chain"]), PromptLookup(6)),
-    "itself": lambda name: EnsembleDrafter(target(name), harness.POLICIES["chain"], [Pruned(Pruning(keep_images=0.5))]),
-    **{kind: lambda name, kind=kind: headed(name, kind) for kind in HEAD_KINDS},
+DRAFTERS = {
+    **dict.fromkeys(("plain", "lookup", "merged", "self", *HEAD_KINDS), "chain"),
+    **{tree: tree for tree in (*harness.POLICIES, "sage")},
 }
+"""Kinds of drafters with their trees; the names of trees stand for draft models."""
 
 
 def model(name: str) -> Any:
@@ -72,12 +59,9 @@ def target(name: str) -> Target:
     return Target(model(name), exact=True)
 
 
-def headed(name: str, kind: str) -> HeadDrafter:
-    """A random head, whose drafts are wrong, but whose states the target's passes return."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        head = build_head(HeadConfig.from_target(target(name), kind)).to(torch.bfloat16)
-    return HeadDrafter(head, target(name), harness.POLICIES["chain"], in_training=True)
+def engine(name: str, method: str) -> Engine:
+    build = harness.DRAFTERS.get(method, harness.DRAFTERS["model"])
+    return Engine(target(name), build(target(name), harness.draft(name), harness.TREES[DRAFTERS[method]]))
 
 
 @cache
@@ -110,21 +94,20 @@ def plain(name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(together(Engine(target(name)), [prompt])[0]) for prompt in prompts(name))
 
 
-def together(engine: Engine, rows: list[Prompt]) -> list[list[int]]:
-    return harness.tokens(engine.generate([Request(row) for row in rows], max_new_tokens=NEW))
+def together(method: Engine, rows: list[Prompt]) -> list[list[int]]:
+    return harness.tokens(method.generate([Request(row) for row in rows], max_new_tokens=NEW))
 
 
-def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]:
+def staggered(method: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]:
     """Rows that join one by one, their prompts in chunks of a few tokens, two at a time."""
-    batch = engine.open(2, prefill_chunk=chunk)
+    batch = method.open(2, prefill_chunk=chunk)
     added = []
     for place, row in enumerate(rows):
-        (decoding,) = plan(engine.target, [row], max_new_tokens=NEW - place % 3)
+        (decoding,) = plan(method.target, [row], max_new_tokens=NEW - place % 3)
         added.append(batch.add(Request(row), decoding))
         for _ in range(place + 1):
             batch.step()
-    while not batch.is_idle:
-        batch.step()
+    harness.drain(batch)
     assert not any(row.error for row in added)
     return [row.output for row in added]
 
@@ -135,10 +118,9 @@ def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]
 @pytest.mark.parametrize("method", DRAFTERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_gives_plain_decoding_s_tokens_at_every_batch_size(name: str, method: str, batch: int) -> None:
-    if method == "itself" and not FAMILIES[name].is_visual:
-        method = "lookup"
-    engine, rows = Engine(target(name), DRAFTERS[method](name)), prompts(name)
-    answered = [tokens for i in range(0, len(rows), batch) for tokens in together(engine, rows[i : i + batch])]
+    method = "lookup" if method == "self" and not FAMILIES[name].is_visual else method
+    under_test, rows = engine(name, method), prompts(name)
+    answered = [tokens for i in range(0, len(rows), batch) for tokens in together(under_test, rows[i : i + batch])]
     assert tuple(map(tuple, answered)) == plain(name)
 
 
@@ -154,18 +136,17 @@ def test_every_method_of_the_built_in_pair_gives_plain_decoding_s_tokens(method:
 @pytest.mark.parametrize("method", ["plain", "chain", "static", "lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "llava_onevision", "qwen2_5_vl"])
 def test_chunks_of_prompts_and_rows_that_come_and_go_change_no_token(name: str, method: str, chunk: int) -> None:
-    answered = staggered(Engine(target(name), DRAFTERS[method](name)), prompts(name), chunk)
+    answered = staggered(engine(name, method), prompts(name), chunk)
     assert [list(full[: len(tokens)]) for full, tokens in zip(plain(name), answered, strict=True)] == answered
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_a_reused_prefix_changes_no_token(name: str) -> None:
     """The second turn continues from entries that verification wrote, plain decoding in an empty cache from none."""
-    engine, first = Engine(target(name), DRAFTERS["dynamic"](name)), prompts(name)[-1]
-    session = engine.open(1)
-    said = harness.answer(engine, first, NEW, session=session).tokens
+    session, first = engine(name, "dynamic").open(1), prompts(name)[-1]
+    said = harness.answer(session.engine, first, NEW, session=session).tokens
     second = Prompt((*first.ids, *said, *first.ids[:5]), first.media)
-    output = harness.answer(engine, second, NEW, session=session)
+    output = harness.answer(session.engine, second, NEW, session=session)
     assert output.stats.reused_tokens >= len(first)
     assert output.tokens == together(Engine(target(name)), [second])[0]
 
@@ -174,8 +155,8 @@ def test_attention_that_a_drafter_reads_of_the_prompt_changes_no_token() -> None
     """It is read from stock modules, whose sums differ."""
     name = "llava"
     pruning = Pruning(keep_images=0.5, keep_by="attention")
-    engine = Engine(target(name), EnsembleDrafter(harness.draft(name), harness.POLICIES["chain"], [Pruned(pruning)]))
-    assert tuple(tuple(together(engine, [row])[0]) for row in prompts(name)) == plain(name)
+    reader = EnsembleDrafter(harness.draft(name), harness.POLICIES["chain"], [Pruned(pruning)])
+    assert tuple(tuple(together(Engine(target(name), reader), [row])[0]) for row in prompts(name)) == plain(name)
 
 
 def rows_as_they_come(patched: pytest.MonkeyPatch) -> None:

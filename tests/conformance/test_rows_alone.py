@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,75 +10,30 @@ import torch
 from torch import Tensor
 
 import harness
-from harness import course
-from numerals import Numerals
-from saccade.draft.drafter import Drafter
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
-from saccade.draft.ensemble.weights import InverseError, Random, Weighting
-from saccade.draft.heads.head import HeadConfig, build_head
-from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter
-from saccade.draft.model import ModelDrafter
-from saccade.draft.pruning import Pruning
-from saccade.draft.suffix import SuffixDrafter
-from saccade.draft.trees.dynamic import WidthTree
-from saccade.draft.trees.oneshot import OneShotTree
-from saccade.draft.trees.policy import ConfidentChain
-from saccade.draft.trees.sage import SageTree
+from harness import TREES, course
+from saccade import load
+from saccade.draft.ensemble.weights import InverseError, Random
 from saccade.engine import Engine, Request
-from saccade.options import SuffixOptions
 from saccade.output import Output
+from saccade.pocket import draw
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.loose import RandomLoosening
 from saccade.verify.rule import Sampling, Uniforms, Verdict
 
-TREES: dict[str, Any] = {
-    **harness.POLICIES,
-    "width": WidthTree(2, 4),
-    "sage": SageTree(),
-    "confident": ConfidentChain(5, 0.5),
-    "oneshot": OneShotTree(12, 0.02, 4),
-}
 HEADS = ("eagle2", "eagle3", "peagle", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
-GREEDY = {"max_new_tokens": 24}
-
-
-def headed(name: str, kind: str, policy: Any, **options: Any) -> Drafter:
-    target = harness.target(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        head = build_head(HeadConfig.from_target(target, kind, **options))
-        head.begin_from(target)
-    return HeadDrafter(head, target, policy)
-
-
-def ensemble(name: str, policy: Any, weighting: Weighting | None = None) -> Drafter:
-    draft = harness.draft(name)
-    return EnsembleDrafter(draft, policy, [Multimodal(), TextOnly(draft.config, Numerals())], weighting)
-
-
-DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
-    "plain": lambda name, tree: None,
-    "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
-    "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
-    "random views": lambda name, tree: ensemble(name, TREES[tree], Random()),
-    "weighed views": lambda name, tree: ensemble(name, TREES[tree], InverseError()),
-    "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
-    "pruned": lambda name, tree: EnsembleDrafter(harness.draft(name), TREES[tree], [Pruned(Pruning(keep_images=0.5))]),
-    **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
-    "lookup": lambda name, tree: PromptLookup(),
-    "suffix": lambda name, tree: SuffixDrafter(SuffixOptions()),
-    "merged": lambda name, tree: MergedDrafter(ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)),
+DRAFTERS = {
+    **harness.DRAFTERS,
+    "random views": lambda *models: harness.ensemble(*models, Random()),
+    "weighed views": lambda *models: harness.ensemble(*models, InverseError()),
 }
 
 
 @cache
 def engine(name: str, drafter: str, tree: str, rule: Any = None) -> Engine:
-    return Engine(harness.target(name), DRAFTERS[drafter](name, tree), rule)
+    target = harness.target(name)
+    return Engine(target, DRAFTERS[drafter](target, harness.draft(name), TREES.get(tree)), rule)
 
 
 def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tuple[list[Output], list[Output]]:
@@ -136,7 +90,9 @@ def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_besi
 
 @pytest.mark.parametrize("tree", ["chain", "confident"])
 def test_what_is_forgiven_at_random_does_not_depend_on_neighbours(tree: str) -> None:
-    together, alone = beside_and_alone(engine("llama", "model", tree, RandomLoosening(0.5)), "llama", GREEDY)
+    together, alone = beside_and_alone(
+        engine("llama", "model", tree, RandomLoosening(0.5)), "llama", {"max_new_tokens": 24}
+    )
     assert list(map(course, together)) == list(map(course, alone))
     assert any(mark == "loose" for output in together for mark in output.marks)
 
@@ -188,3 +144,30 @@ def test_numbers_that_move_with_the_neighbours_trees_are_noticed(
     mistake(monkeypatch)
     together, alone = beside_and_alone(engine("llama", drafter, tree), "llama", SAMPLED)
     assert harness.tokens(together) != harness.tokens(alone)
+
+
+@pytest.mark.executors
+@pytest.mark.parametrize(
+    "method", ["tabed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("specvlm", "self-spec"))]
+)
+def test_steps_of_two_batches_on_one_model_take_turns_and_neither_notices_the_other(method: str) -> None:
+    """Prompts of one are read while the other one's rows are under way."""
+    vlm = load("pocket", method=method, dtype="float32")
+    samples = [draw(500 + number, task) for number, task in enumerate(("chart", "scene", "difference", "caption"))]
+
+    def ask(batch: Any, place: int) -> Any:
+        sample, sampling = samples[place], {"do_sample": True, "temperature": 0.8} if place % 2 else {}
+        return batch.add(sample.question, images=list(sample.images), seed=place, max_new_tokens=12, **sampling)
+
+    alone = []
+    for place in range(len(samples)):
+        with vlm.batch(max_rows=1) as batch:
+            alone.append(ask(batch, place).result().tokens)
+    with vlm.batch(max_rows=2, prefill_chunk=64) as one, vlm.batch(max_rows=2) as two:
+        tickets = [ask(one, 0), ask(two, 1)]
+        while not (one.is_idle and two.is_idle):
+            one.step()
+            two.step()
+            if len(tickets) < len(samples):
+                tickets.append(ask((one, two)[len(tickets) % 2], len(tickets)))
+        assert [ticket.output.tokens for ticket in tickets] == alone
