@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from families import EOS, FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
+from families import EOS, FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs, pristine, reference_greedy
 from numerals import Numerals
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
@@ -165,10 +165,32 @@ def assert_equals_generate(
     return outputs
 
 
-def proposals(method: Engine, asked: Sequence[Request], n: int) -> list[tuple[int, list[int], DraftTree]]:
-    """All trees of a batch with their rows, and what its drafter has been shown of the rows' answers by then."""
+FIRST, SECOND = 18, 24
+"""Tokens of the answers of two turns."""
+
+
+def second_turn(name: str, kind: str, row: int = 0) -> Inputs:
+    """First question, its answer, and a question with new media."""
+    case = FAMILIES[name]
+    return case.continued(kind, row, case.reference(kind, rows=row + 1, n=FIRST)[row])
+
+
+def assert_one_shot(session: RunningBatch, name: str, inputs: Inputs, n: int = SECOND) -> Output:
+    """A session's answer equals that of `generate` to the whole history."""
+    (longer,) = prompts(FAMILIES[name], inputs)
+    output = answer(session.engine, longer, n, session=session)
+    assert output.tokens == reference_greedy(pristine(name), inputs, n)[0]
+    return output
+
+
+Proposal = tuple[int, list[int], DraftTree]
+"""A row, what its drafter has been shown of its answer, and the tree that was drafted behind it."""
+
+
+def proposals(method: Engine, asked: Sequence[Request], n: int) -> tuple[list[Output], list[Proposal]]:
+    """Answers, and all trees that led to them."""
     session = method.open(len(asked))
-    propose, shown, found = session.drafting.propose, defaultdict[int, list[int]](list), []
+    propose, shown, found = session.drafting.propose, defaultdict[int, list[int]](list), list[Proposal]()
 
     def recorded(rows: Sequence[int], new: Sequence[Sequence[int]], *others: Any) -> DraftTree:
         tree: DraftTree = propose(rows, new, *others)
@@ -178,8 +200,7 @@ def proposals(method: Engine, asked: Sequence[Request], n: int) -> list[tuple[in
         return tree
 
     session.drafting.propose = recorded
-    method.generate(asked, max_new_tokens=n, session=session)
-    return found
+    return method.generate(asked, max_new_tokens=n, session=session), found
 
 
 def drain(batch: RunningBatch) -> None:

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_kit import LIKELY, OPTIONS, ROWS, accepted, p_of_answers, sampled
+from sampling_kit import ROWS, TREES, assert_follows
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
+import harness
 from assistants import assistant, assistant_model, small_assistant, small_target
 from families import FAMILIES, Inputs, pristine
 from harness import POLICIES, assert_equals_generate, requests, target
 from saccade.draft.assistant import AssistantDrafter, AssistantDraftSession
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
-from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
 from saccade.engine.costs import Pacer, Trials
@@ -64,38 +64,16 @@ def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool =
     return ids[0, whole["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
-Proposal = tuple[int, list[int], list[int]]
-
-
-def proposals(name: str, kind: str, ordered: bool = False, new: int = 16, rate: float = 0.5) -> list[Proposal]:
+def proposals(name: str, kind: str, ordered: bool = False, new: int = 16) -> list[tuple[int, list[int], list[int]]]:
     """Rows, their answers so far, and the chain drafted behind these; half of the drafts are accepted."""
-    found: list[Proposal] = []
-    helper = drafter(name, Chain(GAMMA), ordered)
-    emitted: dict[int, list[int]] = {}
-    opened = helper.open
-
-    def open_recording(rows: int, context: Any) -> AssistantDraftSession:
-        session = opened(rows, context)
-        propose = session.propose
-
-        def recorded(rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Any, limit: int) -> Any:
-            tree = propose(rows, new, proposer, limit)
-            for place, row in enumerate(rows):
-                emitted.setdefault(row, []).extend(new[place])
-                drafted = tree.tokens[place, 1:].tolist()
-                found.append((row, [*emitted[row]], drafted))
-            return tree
-
-        session.propose = recorded  # type: ignore[method-assign]
-        return session
-
-    helper.open = open_recording  # type: ignore[method-assign]
-    outputs = Engine(target(name), helper, RandomLoosening(rate)).generate(requests(name, kind), max_new_tokens=new)
+    method = Engine(target(name), drafter(name, Chain(GAMMA), ordered), RandomLoosening(0.5))
+    outputs, found = harness.proposals(method, requests(name, kind), new)
     assert sum(output.stats.accepted_tokens for output in outputs) > 2
-    return [(row, answer, drafted) for row, answer, drafted in found if len(drafted) == GAMMA]
+    chains = [(row, answer, tree.tokens[0, 1:].tolist()) for row, answer, tree in found]
+    return [each for each in chains if len(each[2]) == GAMMA]
 
 
-def differing(name: str, kind: str, found: Sequence[Proposal], ordered: bool = False) -> int:
+def differing(name: str, kind: str, found: Sequence[tuple[int, list[int], list[int]]], ordered: bool = False) -> int:
     case = FAMILIES[name]
     return sum(
         drafted != candidates(name, case.row_inputs(kind, row), answer, ordered) for row, answer, drafted in found
@@ -216,11 +194,8 @@ def test_an_assistant_is_no_target() -> None:
         adapt(assistant_model("gemma4"))
 
 
-@pytest.mark.parametrize("options", ["as_it_is", "top_p"])
-@pytest.mark.parametrize("policy", ["chain", "dynamic"])
-def test_rows_sampled_with_an_assistant_follow_the_target(policy: str, options: str) -> None:
-    tree = {"chain": Chain(2), "dynamic": DynamicTree(top=2, max_depth=2, total=4)}[policy]
+@pytest.mark.parametrize("option", ["as_it_is", "top_p"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_rows_sampled_with_an_assistant_follow_the_target(tree: str, option: str) -> None:
     owner = Target(small_target())
-    outputs = sampled(Engine(owner, AssistantDrafter(small_assistant(), owner, tree)), **OPTIONS[options])
-    assert accepted(outputs) > ROWS // 8
-    assert p_of_answers(outputs, model=small_target(), **OPTIONS[options]) > LIKELY
+    assert_follows(Engine(owner, AssistantDrafter(small_assistant(), owner, TREES[tree])), option, ROWS // 8)

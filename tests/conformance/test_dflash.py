@@ -1,10 +1,10 @@
-"""A block drafted in one pass has the tokens that transformers' generator drafts, and answers stay the target's."""
+"""Blocks of DFlash, DFlash 2 and DSpark have the tokens that transformers drafts, and answers stay the target's."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partialmethod
 from pathlib import Path
@@ -13,33 +13,54 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sampling_kit import LIKELY, OPTIONS, p_of_answers, sampled, small_model
+from sampling_kit import assert_follows, small_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from architectures import ARCHITECTURES
-from families import FAMILIES, IMAGE, VOCAB, reference_greedy
-from heads_kit import POLICIES, Text, prompts, target
+from families import FAMILIES, IMAGE, VOCAB
+from harness import (
+    POLICIES,
+    answer,
+    assert_equals_generate,
+    assert_one_shot,
+    prompt,
+    prompts,
+    proposals,
+    requests,
+    target,
+)
+from heads_kit import Text
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dflash2 import DFlash2
 from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
 from saccade.draft.trees.policy import Chain, ConfidentChain
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 
 BLOCK, NEW = 5, 20
 LAYERS = [0, 1]
+TAPS, GROUP, RANK, CANDIDATES = 3, 8, 6, 7
+SETTINGS = {
+    "conv_kernel_size": TAPS,
+    "conv_group_size": GROUP,
+    "selector_rank": RANK,
+    "selector_top_k": CANDIDATES,
+}
+"""Of DFlash 2."""
 
 
-def assistant(width: int, **more: Any) -> Any:
+@cache
+def model_of(name: str) -> Any:
     """A DFlash head of transformers with weights of which right and wrong entries give clearly different tokens."""
     values = {
-        "hidden_size": width,
+        "hidden_size": target(name).text_config.hidden_size,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -51,7 +72,6 @@ def assistant(width: int, **more: Any) -> Any:
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        **more,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -64,21 +84,17 @@ def assistant(width: int, **more: Any) -> Any:
     return model.eval()
 
 
-@cache
-def model_of(name: str) -> Any:
-    return assistant(target(name).text_config.hidden_size)
-
-
 @pytest.fixture(scope="module", params=["llama", "llava"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(name: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A head of DFlash as transformers has it, and one of DFlash 2 as its authors do."""
     place = tmp_path_factory.mktemp(name)
-    model_of(name).save_pretrained(place)
-    return place
+    model_of(name).save_pretrained(place / "dflash")
+    return {"dflash": place / "dflash", "dflash2": written(place / "dflash2", as_authors2, name)}
 
 
 def engine(name: str, head: Any, policy: Any) -> Engine:
@@ -91,41 +107,23 @@ def kind_of(name: str) -> str:
     return FAMILIES[name].kinds[0]
 
 
-@pytest.mark.parametrize("policy", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_answers_are_the_targets(name: str, folder: Path, policy: str, rows: int) -> None:
-    case = FAMILIES[name]
-    asked = [case.row_inputs(kind_of(name), row) for row in range(rows)]
-    requests = [Request(prompt) for inputs in asked for prompt in prompts(case, inputs)]
-    outputs = engine(name, folder, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
-    expected = [reference_greedy(case.model(), inputs, NEW)[0] for inputs in asked]
-    assert [list(output.tokens) for output in outputs] == expected
+def test_answers_are_the_targets(name: str, folders: dict[str, Path], kind: str, policy: str, rows: int) -> None:
+    assert_equals_generate(engine(name, folders[kind], POLICIES[policy]), name, rows=rows, n=NEW)
 
 
-def drafted(name: str, head: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 1) -> dict[tuple[int, ...], list[int]]:
+def drafted(name: str, head: Any, rows: int = 1) -> dict[tuple[int, ...], list[int]]:
     """The chains that the head drafts behind every text that the answers come to."""
-    return {text: tree.tokens[0, 1:].tolist() for text, tree in grown(name, head, monkeypatch, rows).items()}
+    return {text: tree.tokens[0, 1:].tolist() for text, tree in grown(name, head, rows).items()}
 
 
-def grown(
-    name: str, head: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 1, policy: Any = None
-) -> dict[tuple[int, ...], DraftTree]:
+def grown(name: str, head: Any, rows: int = 1, policy: Any = None) -> dict[tuple[int, ...], DraftTree]:
     """The trees, by default chains, that the head drafts behind every text that the answers come to."""
-    case = FAMILIES[name]
-    asked = [prompt for row in range(rows) for prompt in prompts(case, case.row_inputs(kind_of(name), row))]
-    propose, texts, trees = HeadDraftSession.propose, [list(prompt.ids) for prompt in asked], {}
-
-    def record(self: Any, rows: Sequence[int], new: Any, *others: Any) -> Any:
-        tree = propose(self, rows, new, *others)
-        for place, row in enumerate(rows):
-            texts[row].extend(new[place])
-            trees[tuple(texts[row])] = tree.rows(place, place + 1)
-        return tree
-
-    monkeypatch.setattr(HeadDraftSession, "propose", record)
-    growing = engine(name, head, policy or Chain(BLOCK - 1))
-    growing.generate([Request(prompt) for prompt in asked], max_new_tokens=NEW)
-    return trees
+    asked = requests(name, rows=rows)
+    _, found = proposals(engine(name, head, policy or Chain(BLOCK - 1)), asked, NEW)
+    return {(*asked[row].prompt.ids, *shown): tree for row, shown, tree in found}
 
 
 def generate(name: str, rows: int, model: Any, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +144,9 @@ def generate(name: str, rows: int, model: Any, record: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_blocks_are_those_of_transformers(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
     theirs = {}
 
     def record(self: Any, stock: Any, input_ids: Any, *others: Any, **more: Any) -> Any:
@@ -155,7 +155,7 @@ def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: 
         return ids, logits
 
     generate(name, rows, model_of(name), record, monkeypatch)
-    ours = drafted(name, folder, monkeypatch, rows)
+    ours = drafted(name, folders["dflash"], rows)
     common = [text for text in ours if theirs.get(text)]
     assert len(common) > rows * NEW // 4
     assert [ours[text] for text in common] == [theirs[text][: len(ours[text])] for text in common]
@@ -164,7 +164,7 @@ def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: 
 def test_blocks_leave_out_the_norm_of_the_targets_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "muse_glimmer", ARCHITECTURES["muse_glimmer"])
     model_of("muse_glimmer").save_pretrained(tmp_path)
-    test_blocks_are_those_of_transformers("muse_glimmer", tmp_path, monkeypatch, 1)
+    test_blocks_are_those_of_transformers("muse_glimmer", {"dflash": tmp_path}, monkeypatch, 1)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -234,11 +234,9 @@ def head_of(name: str, kind: str = "dflash", **options: Any) -> DFlash:
     ("name", "chosen"),
     [*(("llava", chosen) for chosen in VARIANTS if chosen != "places"), *(("qwen2_vl", chosen) for chosen in VARIANTS)],
 )
-def test_a_block_is_that_of_one_forward_over_the_whole_text(
-    name: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_that_of_one_forward_over_the_whole_text(name: str, chosen: str) -> None:
     head = head_of(name, **VARIANTS[chosen])
-    chains = drafted(name, head, monkeypatch)
+    chains = drafted(name, head)
     asked = min(map(len, chains)) - 1
     chains = {text: chain for text, chain in chains.items() if IMAGE not in text[asked:]}
     assert len(chains) > NEW // 4
@@ -269,25 +267,53 @@ def as_speculators(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def converted(folder: Path, place: Path, write: Any) -> Path:
-    """The head of a folder in another layout."""
-    values = json.loads((folder / "config.json").read_text())
+def as_authors2(values: dict[str, Any]) -> dict[str, Any]:
+    values = as_authors(values)
+    config = {**values["dflash_config"], **SETTINGS}
+    return {**values, "architectures": ["DFlash2DraftModel"], "dflash_config": config}
+
+
+def as_speculators2(values: dict[str, Any]) -> dict[str, Any]:
+    values = as_speculators(values)
+    del values["sliding_window_non_causal"]  # the default is another than DFlash's
+    return {**values, **SETTINGS, "speculators_model_type": "dflash2"}
+
+
+def written(place: Path, write: Any = as_authors, name: str = "llama") -> Path:
+    """A folder with the head of a family in another layout, with more weights where that is one of DFlash 2."""
+    model_of(name).save_pretrained(place)
+    values = json.loads((place / "config.json").read_text())
     # transformers counts its window otherwise
     values |= {"vocab_size": VOCAB, "sliding_window": values["sliding_window"] + 1, "use_sliding_window": True}
     (place / "config.json").write_text(json.dumps(write(values)))
     theirs = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-    weights = {theirs.get(key, key): weight for key, weight in load_file(folder / "model.safetensors").items()}
+    weights = {theirs.get(key, key): weight for key, weight in load_file(place / "model.safetensors").items()}
+    weights |= added(target(name).text_config.hidden_size) if write in (as_authors2, as_speculators2) else {}
     save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
     return place
 
 
+def added(width: int, layers: int = 2) -> dict[str, Tensor]:
+    """Weights that DFlash 2 has beside DFlash's, under the released names."""
+    draw = torch.Generator().manual_seed(1)
+    weights = {
+        "candidate_selector.predecessor_codebook": torch.randn(VOCAB, RANK, generator=draw),
+        "candidate_selector.successor_codebook": torch.randn(VOCAB, RANK, generator=draw),
+        "candidate_selector.hidden_projection.weight": torch.randn(RANK, width, generator=draw) / math.sqrt(width),
+    }
+    for place in range(layers):
+        for part in ("attention_conv", "mlp_conv"):
+            kernel = torch.randn(2 * TAPS * width // GROUP, width, generator=draw) / math.sqrt(width)
+            weights[f"layers.{place}.{part}.base_kernel"] = torch.randn(2, TAPS, width, generator=draw)
+            weights[f"layers.{place}.{part}.kernel_projection.weight"] = kernel
+    return weights
+
+
 @pytest.mark.parametrize("write", [as_authors, as_speculators])
 def test_other_layouts_of_a_head_draft_the_same(
-    name: str, folder: Path, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folders: dict[str, Path], write: Any, tmp_path: Path
 ) -> None:
-    with monkeypatch.context() as patch:
-        expected = drafted(name, folder, patch)
-    assert drafted(name, converted(folder, tmp_path, write), monkeypatch) == expected
+    assert drafted(name, written(tmp_path / "other", write, name)) == drafted(name, folders["dflash"])
 
 
 def test_heads_of_dspark_are_read_in_both_layouts(tmp_path: Path) -> None:
@@ -301,11 +327,8 @@ def test_heads_of_dspark_are_read_in_both_layouts(tmp_path: Path) -> None:
     }
     own = head_of("llama", "dspark", rank=6, gated=True)
     given = own.state_dict()
-    model_of("llama").save_pretrained(tmp_path / "given")
     for write, names in layouts.items():
-        place = tmp_path / write.__name__
-        place.mkdir()
-        converted(tmp_path / "given", place, write)
+        place = written(tmp_path / write.__name__, write)
         values = json.loads((place / "config.json").read_text())
         if write is as_authors:
             values["dflash_config"]["projector_type"] = "dspark"
@@ -328,23 +351,13 @@ def test_heads_of_dspark_are_read_in_both_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sure", "length"), [(9.0, BLOCK), (-9.0, 1)])
-def test_a_confident_chain_ends_by_the_forecasts(sure: float, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    head, drafts = head_of("llama", "dspark", rank=6, from_anchor=True), set()
+def test_a_confident_chain_ends_by_the_forecasts(sure: float, length: int) -> None:
+    head = head_of("llama", "dspark", rank=6, from_anchor=True)
     with torch.no_grad():
         head.forecast.weight.zero_()  # type: ignore[union-attr]
         head.forecast.bias.fill_(sure)  # type: ignore[union-attr]
-    propose = HeadDraftSession.propose
-
-    def record(self: Any, *others: Any) -> Any:
-        tree = propose(self, *others)
-        drafts.add(int(tree.valid.sum()) - 1)
-        return tree
-
-    monkeypatch.setattr(HeadDraftSession, "propose", record)
-    inputs = FAMILIES["llama"].row_inputs("text", 0)
-    (prompt,) = prompts(FAMILIES["llama"], inputs)
-    engine("llama", head, ConfidentChain(BLOCK, confidence=0.5)).generate([Request(prompt)], max_new_tokens=NEW)
-    assert max(drafts) == length
+    trees = grown("llama", head, policy=ConfidentChain(BLOCK, confidence=0.5)).values()
+    assert max(int(tree.valid.sum()) - 1 for tree in trees) == length
 
 
 def edited(**changes: Any) -> Any:
@@ -388,37 +401,211 @@ DAMAGE = {
         r"lacks the weight layers.1.self_attn.k_norm.weight; copy",
     ),
 }
+DAMAGE2 = {
+    "kernel": (edited(conv_kernel_size=9), r"conv_kernel_size must be a whole number from 1 to 5, not 9"),
+    "group": (edited(conv_group_size=9), r"conv_group_size must divide the width of the head, \d+, not 9"),
+    "no candidates": (edited(selector_top_k=None), r"has selector_top_k None in its config.json; expected a whole"),
+    "candidates": (edited(selector_top_k=VOCAB + 1), r"selector_top_k must be a whole number from 1 to"),
+    "rank": (edited(selector_rank=RANK + 1), r"candidate_selector.\w+ of the head .* is \(.*\), not \(.*\); its"),
+    "selector": (
+        without("candidate_selector.successor_codebook"),
+        r"lacks the weight candidate_selector.successor_codebook; copy",
+    ),
+    "convolution": (
+        without("layers.1.mlp_conv.kernel_projection.weight"),
+        r"lacks the weight layers.1.mlp_conv.kernel_projection.weight; copy",
+    ),
+    "embeddings": (edited(input_embedding_scale=-1), r"has input_embedding_scale -1; expected a number above 0"),
+    "causal": (edited(is_causal=True), r"has is_causal True, which is not supported; expected False"),
+}
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_head_is_refused(damage: str, tmp_path: Path) -> None:
-    (tmp_path / "given").mkdir()
-    (tmp_path / "changed").mkdir()
-    model_of("llama").save_pretrained(tmp_path / "given")
-    place = converted(tmp_path / "given", tmp_path / "changed", as_authors)
-    harm, message = DAMAGE[damage]
+@pytest.mark.parametrize(
+    ("write", "harm", "message"),
+    [*((as_authors, *each) for each in DAMAGE.values()), *((as_authors2, *each) for each in DAMAGE2.values())],
+    ids=[*DAMAGE, *DAMAGE2],
+)
+def test_a_damaged_head_is_refused(write: Any, harm: Any, message: str, tmp_path: Path) -> None:
+    place = written(tmp_path / "changed", write)
     harm(place)
     with pytest.raises(ModelError, match=message):
         load_head(place, target("llama"))
 
 
-def test_a_later_turn_resumes(name: str, folder: Path) -> None:
-    case, chain = FAMILIES[name], engine(name, folder, Chain(BLOCK - 1))
-    inputs = case.row_inputs(kind_of(name), 0)
-    session = chain.open(1)
-    (first,) = chain.generate([Request(prompts(case, inputs)[0])], max_new_tokens=NEW, session=session)
-    again = case.continued(kind_of(name), 0, list(first.tokens), "text")
-    (second,) = chain.generate([Request(prompts(case, again)[0])], max_new_tokens=NEW, session=session)
-    assert list(second.tokens) == reference_greedy(case.model(), again, NEW)[0]
+def test_a_later_turn_resumes(name: str, folders: dict[str, Path]) -> None:
+    session = engine(name, folders["dflash"], Chain(BLOCK - 1)).open(1)
+    first = answer(session.engine, prompt(name), NEW, session=session)
+    assert_one_shot(session, name, FAMILIES[name].continued(kind_of(name), 0, first.tokens, "text"), NEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["chain", "static", "dynamic"])
-def test_sampled_rows_follow_the_target(policy: str) -> None:
-    model = small_model(1)
-    adapted = Target(model)
-    head = build_head(HeadConfig.from_target(adapted, "dflash", block=BLOCK, mask_token=1))
-    outputs = sampled(
-        Engine(adapted, HeadDrafter(head, adapted, POLICIES[policy], in_training=True)), **OPTIONS["top_p"]
-    )
-    assert p_of_answers(outputs, model=model, **OPTIONS["top_p"]) > LIKELY
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("candidates", [2, 5])
+def test_sampled_rows_of_dflash2_follow_the_target(policy: str, candidates: int) -> None:
+    model = Target(small_model(1))
+    drafter = HeadDrafter(new_head(model, selector_top_k=candidates), model, POLICIES[policy], in_training=True)
+    assert_follows(Engine(model, drafter), "top_p", -1)
+
+
+# --------------------------------------------------------------------------- DFlash 2
+
+
+def convolved(x: Tensor, kernel: Tensor, dynamic: Tensor) -> Tensor:
+    """A block ``[N, d]`` convolved token by token.
+
+    Shapes: kernel ``[K, d]``; dynamic ``[N, K, G]``.
+    """
+    out = torch.zeros_like(x)
+    for n in range(len(x)):
+        for k in range(min(n + 1, TAPS)):
+            out[n] += (kernel[k] + dynamic[n, k].repeat_interleave(GROUP)) * x[n - k]
+    return out
+
+
+def surround(sublayer: Any, kernels: Tensor, projection: Tensor) -> None:
+    """Convolve what enters and what leaves a module of transformers."""
+    dynamic: list[Tensor] = []
+
+    def enter(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        x = named["hidden_states"] if "hidden_states" in named else given[0]
+        dynamic[:] = (x[0] @ projection.T).view(len(x[0]), 2, TAPS, -1).unbind(1)
+        changed = convolved(x[0], kernels[0], dynamic[0])[None]
+        return (given, {**named, "hidden_states": changed}) if named else ((changed,), named)
+
+    def leave(_: Any, __: Any, output: Any) -> Any:
+        x = output[0] if isinstance(output, tuple) else output
+        changed = convolved(x[0], kernels[1], dynamic[1])[None]
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    sublayer.register_forward_pre_hook(enter, with_kwargs=True)
+    sublayer.register_forward_hook(leave)
+
+
+class Slots:
+    """States of a block's slots by transformers, and their candidates by the formula."""
+
+    def __init__(self, states: Tensor, lm_head: Any, weights: dict[str, Tensor]) -> None:
+        before, after, project = (part for name, part in weights.items() if name.startswith("candidate"))
+        self._before, self._after, self._projected = before, after, states @ project.T
+        self._logits = lm_head(states)
+
+    def ranked(self, depth: int, before: int) -> list[int]:
+        """Candidates of a slot behind a token, the best first."""
+        logits = self._logits[depth].tolist()
+        candidates = sorted(range(VOCAB), key=lambda token: -logits[token])[:CANDIDATES]
+        context = self._before[before] * self._projected[depth]
+        return sorted(candidates, key=lambda token: -(logits[token] + float(context @ self._after[token])))
+
+
+@pytest.fixture(scope="module")
+def slots(name: str) -> dict[tuple[int, ...], Slots]:
+    """Slots behind the texts of transformers' chains that the selection chooses."""
+    width, theirs, states = target(name).text_config.hidden_size, {}, []
+    model, weights = copy.deepcopy(model_of(name)), added(width)
+    for place, layer in enumerate(model.layers):
+        for part, sublayer in (("attention_conv", layer.self_attn), ("mlp_conv", layer.mlp)):
+            parts = [weights[f"layers.{place}.{part}.{each}"] for each in ("base_kernel", "kernel_projection.weight")]
+            surround(sublayer, *parts)
+    model.norm.register_forward_hook(lambda _, __, output: states.append(output))
+
+    def record(self: Any, stock: Any, input_ids: Tensor, *others: Any, **more: Any) -> Any:
+        ids, logits = stock(self, input_ids, *others, **more)
+        if logits is None:
+            return ids, logits
+        found = Slots(states[-1][0, 1:], FAMILIES[name].model().get_output_embeddings(), weights)
+        chain = input_ids[0].tolist()
+        theirs[tuple(chain)] = found
+        for depth in range(BLOCK - 1):
+            chain.append(found.ranked(depth, chain[-1])[0])
+        return torch.tensor([chain]), logits
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        generate(name, 3, model, record, patch)
+    return theirs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_children_are_the_best_candidates_behind_their_parent(
+    name: str,
+    folders: dict[str, Path],
+    slots: dict[tuple[int, ...], Slots],
+    policy: str,
+    rows: int,
+) -> None:
+    ours = grown(name, folders["dflash2"], rows, POLICIES[policy])
+    common = [text for text in ours if text in slots]
+    assert len(common) > rows * NEW // 4
+    moved = 0
+    for text in common:
+        tree = ours[text]
+        tokens, parents, depths = (part.expand(1, -1)[0].tolist() for part in (tree.tokens, tree.parents, tree.depth))
+        for node, before in enumerate(tokens):
+            children = [tokens[child] for child in range(1, len(tokens)) if parents[child] == node]
+            ranked = slots[text].ranked(depths[node], before) if children else []
+            assert sorted(children) == sorted(ranked[: len(children)])
+            moved += len(children)
+    assert moved > len(common) * 3
+
+
+def test_the_layout_of_speculators_is_the_same_head(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
+    places = folders["dflash2"], written(tmp_path / "other", as_speculators2, name)
+    own, other = (load_head(place, target(name)) for place in places)
+    assert own.config == other.config
+    theirs = other.state_dict()
+    assert all(torch.equal(weight, theirs[key]) for key, weight in own.state_dict().items())
+
+
+@pytest.mark.parametrize("known", [None, True, False])
+def test_layers_with_windows_are_causal_unless_the_folder_denies_it(known: bool | None, tmp_path: Path) -> None:
+    place = written(tmp_path / "head", as_authors2)
+    values = json.loads((place / "config.json").read_text())
+    del values["is_causal"]
+    causal = {} if known is None else {"is_causal": known}
+    values |= {**causal, "layer_types": ["sliding_attention"] * 2}
+    (place / "config.json").write_text(json.dumps(values))
+    assert load_head(place, target("llama")).config.options["ahead"] == (known is False)
+
+
+def test_embeddings_are_the_tables_rows_times_the_folders_factor(tmp_path: Path) -> None:
+    place, chains = written(tmp_path / "head", as_authors2, "gemma3"), []
+    factor = target("gemma3").text_config.hidden_size ** 0.5  # Gemma's own
+    for scale in (1, 2 * factor, factor):
+        edited(input_embedding_scale=scale)(place)
+        head = load_head(place, target("gemma3"))
+        chains.append([*drafted("gemma3", head).values()])
+    head.config = replace(head.config, options={**head.config.options, "embedding_scale": 0.0})
+    of_the_decoder = [*drafted("gemma3", head).values()]
+    assert [chain == of_the_decoder for chain in chains] == [False, False, True]
+
+
+def new_head(model: Target, **options: Any) -> DFlash2:
+    """A head with random weights, all of which matter."""
+    sizes = {**SETTINGS, "conv_group_size": 4, "block": BLOCK, "mask_token": 1, **options}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = build_head(HeadConfig.from_target(model, "dflash2", **sizes))
+        for weight in head.parameters():
+            weight.data.add_(0.5 * torch.randn_like(weight))
+    assert isinstance(head, DFlash2)
+    return head
+
+
+@torch.no_grad()
+def test_convolutions_and_scores_are_those_of_speculators() -> None:
+    reason = "compares with the package speculators"
+    theirs: Any = pytest.importorskip("speculators.models.dflash2.model_definitions", reason=reason)
+    head, blocks = new_head(target("llama")), 2
+    width = head.config.hidden_size
+    x, ours = torch.randn(1, blocks * BLOCK, width), head.stack[0].attention_conv
+    conv = theirs.GroupedDynamicCausalConv(width, block_size=BLOCK, kernel_size=TAPS, group_size=4)
+    conv.load_state_dict(ours.state_dict())
+    entered, kernel = conv.prepare(x)
+    torch.testing.assert_close(ours(x, torch.sin), conv.finish(entered.sin(), kernel))
+    selector = theirs.CandidateSelector(vocab_size=VOCAB, hidden_size=width, rank=RANK, top_k=CANDIDATES)
+    selector.load_state_dict(head.candidate_selector.state_dict())
+    logits, before = torch.randn(2, 3, VOCAB)[:, :1], torch.tensor([[3, 4, 5], [6, 7, 8]])
+    corrected = head.corrected(logits, x[0, :2, None], before)
+    candidates, scores = selector.select(logits.expand(-1, 3, -1), x[0, :2, None], before)
+    torch.testing.assert_close(corrected.gather(-1, candidates), scores)
+    assert corrected.isfinite().sum() == 2 * 3 * CANDIDATES

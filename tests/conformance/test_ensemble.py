@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, _paths, p_of
-from sampling_kit import LIKELY, UNLIKELY
+from sampling_kit import LIKELY, UNLIKELY, ManyUniforms, Table, Trial, _paths, p_of
 from test_sampling import identity
-from test_turns import FIRST, second_turn
 from torch import Tensor
 
 from families import FAMILIES, pristine, reference_greedy
 from harness import (
+    FIRST,
     POLICIES,
     assert_equals_generate,
     assert_partly_accepted,
@@ -24,6 +23,7 @@ from harness import (
     engine,
     prompts,
     requests,
+    second_turn,
     target,
 )
 from numerals import Numerals

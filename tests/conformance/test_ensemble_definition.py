@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_turns import second_turn
 from torch import Tensor
 
 from families import FAMILIES
-from harness import draft, prompts, target
+from harness import draft, prompts, second_turn, target
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, TextOnly

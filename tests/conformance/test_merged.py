@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from sampling_kit import PROMPT, small_model
-from test_turns import FIRST, assert_one_shot, second_turn
 
-from harness import POLICIES, answer, assert_equals_generate, draft, prompt, target
+from harness import FIRST, POLICIES, answer, assert_equals_generate, assert_one_shot, draft, prompt, second_turn, target
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sampling_kit import LIKELY, OPTIONS, ROWS, SMALL, accepted, p_of_answers, sampled, small_model
+from sampling_kit import ROWS, SMALL, assert_follows, small_model
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -18,9 +18,9 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 import saccade.hf
 from architectures import ARCHITECTURES
 from families import FAMILIES, FamilyCase, _text, reference_greedy
+from harness import proposals
 from mtp_kit import DELTA, KINDS, KINDS_APART, save, write
 from saccade.draft.heads.mtp import MtpDrafter, load_mtp
-from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
@@ -79,24 +79,14 @@ def test_answers_are_the_targets(target: Target, policy: str, rows: int) -> None
     assert [list(output.tokens) for output in outputs] == [greedy(target, prompt) for prompt in PROMPTS[:rows]]
 
 
-def drafted(
-    target: Target, policy: Any, monkeypatch: pytest.MonkeyPatch, prompts: Sequence[Prompt] = PROMPTS[:1]
-) -> dict[tuple[int, ...], list[int]]:
+def drafted(target: Target, policy: Any, prompts: Sequence[Prompt] = PROMPTS[:1]) -> dict[tuple[int, ...], list[int]]:
     """The tokens that the layer drafts behind every text that the answers come to; of a tree, its likeliest path."""
-    propose, texts, chains = HeadDraftSession.propose, [list(prompt.ids) for prompt in prompts], {}
-
-    def record(self: Any, rows: Any, new: Any, *others: Any) -> Any:
-        tree = propose(self, rows, new, *others)
-        for place, row in enumerate(rows):
-            texts[row].extend(new[place])
-            parents, path = tree.parents.expand_as(tree.tokens)[place].tolist(), [0]
-            while path[-1] in parents[path[-1] + 1 :]:
-                path.append(parents.index(path[-1], path[-1] + 1))
-            chains[tuple(texts[row])] = tree.tokens[place, path[1:]].tolist()
-        return tree
-
-    monkeypatch.setattr(HeadDraftSession, "propose", record)
-    engine(target, policy).generate([Request(prompt) for prompt in prompts], max_new_tokens=NEW)
+    chains = {}
+    for row, shown, tree in proposals(engine(target, policy), [Request(prompt) for prompt in prompts], NEW)[1]:
+        parents, path = tree.parents[0].tolist(), [0]
+        while path[-1] in parents[path[-1] + 1 :]:
+            path.append(parents.index(path[-1], path[-1] + 1))
+        chains[(*prompts[row].ids, *shown)] = tree.tokens[0, path[1:]].tolist()
     return chains
 
 
@@ -113,7 +103,7 @@ def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
     monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"layers\.2\."])
     target.model.generate(torch.tensor([PROMPTS[0].ids]), max_new_tokens=NEW, do_sample=False, use_mtp=True)
-    ours = drafted(target, Chain(1), monkeypatch)
+    ours = drafted(target, Chain(1))
     common = [text for text in ours if theirs.get(text)]
     assert len(common) > NEW // 2
     assert [ours[text] for text in common] == [theirs[text] for text in common]
@@ -149,10 +139,8 @@ def slowest(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("policy", [Chain(3), STATIC])
-def test_every_draft_token_is_that_of_a_forward_over_the_whole_text(
-    target: Target, monkeypatch: pytest.MonkeyPatch, policy: Any
-) -> None:
-    chains = drafted(target, policy, monkeypatch, PROMPTS)
+def test_every_draft_token_is_that_of_a_forward_over_the_whole_text(target: Target, policy: Any) -> None:
+    chains = drafted(target, policy, PROMPTS)
     assert len(chains) > NEW // 4
     assert chains == {text: slowest(target, text, len(chain)) for text, chain in chains.items()}
 
@@ -196,13 +184,11 @@ def test_answers_about_pictures_are_the_targets(seeing: tuple[FamilyCase, Target
 
 
 @torch.inference_mode()
-def test_every_draft_token_about_a_picture_is_that_of_a_forward_over_all(
-    seeing: tuple[FamilyCase, Target], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_draft_token_about_a_picture_is_that_of_a_forward_over_all(seeing: tuple[FamilyCase, Target]) -> None:
     case, target = seeing
     inputs = case.row_inputs("image", 0)
     prompts = split(target.config, inputs)
-    chains = drafted(target, Chain(3), monkeypatch, prompts)
+    chains = drafted(target, Chain(3), prompts)
     assert len(chains) > NEW // 4
     media = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     assert chains == {text: slowest(target, text, len(chain), prompts[0], **media) for text, chain in chains.items()}
@@ -213,9 +199,7 @@ def test_every_draft_token_about_a_picture_is_that_of_a_forward_over_all(
 )
 def test_sampled_rows_follow_the_target(policy: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save("glm4_moe", tmp_path, SMALL))
-    outputs = sampled(engine(Target(model), POLICIES[policy]), **OPTIONS["top_p"])
-    assert accepted(outputs) > ROWS // 4
-    assert p_of_answers(outputs, model=model, **OPTIONS["top_p"]) > LIKELY
+    assert_follows(engine(Target(model), POLICIES[policy]), "top_p", ROWS // 4)
 
 
 def test_the_checkpoint_chooses_the_method(target: Target) -> None:
@@ -233,35 +217,40 @@ def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> No
         assert type(speculation._engine_for(model).drafter) is drafter
 
 
-def test_a_layer_of_a_layout_that_is_not_known_leaves_the_default(tmp_path: Path) -> None:
-    folder = save("qwen3_next", tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    renamed = {name.replace("mtp.fc.", "mtp.layers.0.eh_proj."): weight for name, weight in weights.items()}
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    target = Target(AutoModelForCausalLM.from_pretrained(folder))
-    assert drafters.default(None, {}, config=target.config) == "prompt-lookup"
-    with pytest.raises(ModelError, match=r"cannot draft: its kind is unknown; choose another method\.$"):
-        load_mtp(target)
+DAMAGE: dict[str, tuple[str, Callable[[str], str], str, str]] = {
+    "unknown": (
+        "qwen3_next",
+        lambda name: name.replace("mtp.fc.", "mtp.layers.0.eh_proj."),
+        "prompt-lookup",
+        r"cannot draft: its kind is unknown; choose another method\.$",
+    ),
+    "absent": (
+        "glm4_moe",
+        lambda name: "" if ".layers.2." in name else name,
+        "prompt-lookup",
+        r"names layers .* \(1\), but the checkpoint lacks their weights; choose another",
+    ),
+    "incomplete": (
+        "glm4_moe",
+        lambda name: "" if ".eh_proj." in name else name,
+        "mtp",
+        r"cannot be loaded: some of their weights are missing or of other shapes; ch",
+    ),
+}
+"""Checkpoints with other names of weights: their default method, and what is said of the layer."""
 
 
-def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:
-    folder = save("glm4_moe", tmp_path)
-    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers.2." not in k}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert drafters.default(None, {}, config=model.config) == "prompt-lookup"
-    with pytest.raises(
-        ModelError, match=r"names layers .* \(1\), but the checkpoint lacks their weights; choose another"
-    ):
-        load_mtp(Target(model))
-
-
-def test_weights_that_are_incomplete_are_refused(tmp_path: Path) -> None:
-    folder = save("glm4_moe", tmp_path)
-    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".eh_proj." not in k}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    target = Target(AutoModelForCausalLM.from_pretrained(folder))
-    with pytest.raises(ModelError, match=r"cannot be loaded: some of their weights are missing or of other shapes; ch"):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_layer_that_cannot_be_read_is_refused_and_leaves_the_default_unless_it_is_damaged(
+    damage: str, tmp_path: Path
+) -> None:
+    kind, names, default, words = DAMAGE[damage]
+    file = save(kind, tmp_path) / "model.safetensors"
+    weights = {names(name): weight for name, weight in load_file(file).items() if names(name)}
+    save_file(weights, file, metadata={"format": "pt"})
+    target = Target(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert drafters.default(None, {}, config=target.config) == default
+    with pytest.raises(ModelError, match=words):
         load_mtp(target)
 
 

@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_kit import LIKELY, OPTIONS, ROWS, UNLIKELY, accepted, p_of_answers, sampled, small_model
+from sampling_kit import OPTIONS, UNLIKELY, p_of_answers, sampled, small_model
 from torch import Tensor
 
+import harness
 import saccade
 import saccade.hf
 from checkpoints import llama, picture, ready, tokenizer
 from checkpoints import vlm as vlm_of
 from families import FAMILIES, Inputs, reset_rope_deltas
-from harness import POLICIES, assert_equals_generate, course, prompts, requests, target, tokens
+from harness import POLICIES, assert_equals_generate, course, draft, prompts, requests, target, tokens
 from heads_kit import Recording
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pard import PardDrafter, PardDraftSession
 from saccade.draft.trees.oneshot import OneShotTree
-from saccade.draft.trees.policy import Chain, StaticTree
+from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
@@ -46,11 +47,6 @@ TREES = {
 NAMES = ("llama", "mistral", "llava", "qwen2_5_vl")
 
 
-@cache
-def draft(name: str) -> Target:
-    return Target(FAMILIES[name].draft_model())
-
-
 def drafter(name: str, policy: Any) -> PardDrafter:
     return PardDrafter(draft(name), TREES.get(policy, policy), mask=MASK)
 
@@ -58,31 +54,17 @@ def drafter(name: str, policy: Any) -> PardDrafter:
 # --------------------------------------------------------------------------- the reference
 
 
-Proposal = tuple[int, list[int], list[Tensor]]
-"""A row, its answer so far, and the logits ``[W, V]`` of every depth."""
-
-
-def proposals(name: str, kind: str, policy: Any, rows: int = 3, new: int = 14) -> list[Proposal]:
-    """All of a batch, half of whose drafts are accepted."""
+def proposals(name: str, kind: str, policy: Any, rows: int = 3) -> list[tuple[int, list[int], list[Tensor]]]:
+    """Rows, their answers so far, and the logits ``[W, V]`` of every depth; half of the drafts are accepted."""
     recording = Recording(TREES[policy])
-    helper = drafter(name, recording)
-    engine = Engine(target(name), helper, RandomLoosening(0.5))
-    session = engine.open(rows)
-    propose, found, emitted = session.drafting.propose, list[Proposal](), dict[int, list[int]]()
-
-    def recorded(slots: Sequence[int], tokens: Sequence[Sequence[int]], proposer: Any, limit: int) -> Any:
-        tree = propose(slots, tokens, proposer, limit)
-        levels = [logits for _, _, logits in recording.steps[-1].levels]
-        for place, row in enumerate(slots):
-            emitted.setdefault(row, []).extend(tokens[place])
-            answer = emitted[row][1:]  # the first root is the prompt's last token
-            found.append((row, answer, [logits[place] for logits in levels]))
-        return tree
-
-    session.drafting.propose = recorded
-    outputs = engine.generate(requests(name, kind, rows), max_new_tokens=new, session=session)
+    method = Engine(target(name), drafter(name, recording), RandomLoosening(0.5))
+    outputs, found = harness.proposals(method, requests(name, kind, rows), 14)
     assert sum(output.stats.accepted_tokens for output in outputs) > rows
-    return found
+    levels = [
+        [logits[place] for _, _, logits in step.levels] for step in recording.steps for place in range(len(step.rows))
+    ]
+    # The first root is the prompt's last token.
+    return [(row, shown[1:], of_depths) for (row, shown, _), of_depths in zip(found, levels, strict=True)]
 
 
 @torch.no_grad()
@@ -208,20 +190,6 @@ def test_later_turns_reuse_the_prefix_and_draft_alike() -> None:
     assert course(again) == course(alone)
 
 
-SMALL_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-
-
-@pytest.mark.parametrize("options", ["as_it_is", pytest.param("top_p", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "policy", [Chain(3), *(pytest.param(p, marks=pytest.mark.slow) for p in (SMALL_TREE, "dynamic"))]
-)
-def test_sampled_rows_follow_the_target(policy: Any, options: str) -> None:
-    helper = PardDrafter(Target(small_model(2)), POLICIES.get(policy, policy), mask=2)
-    outputs = sampled(Engine(Target(small_model(1)), helper), **OPTIONS[options])
-    assert accepted(outputs) > ROWS // 4
-    assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
-
-
 @pytest.mark.slow
 def test_a_q_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted mistake: draws of one depth, verified with the distribution of another."""
@@ -233,9 +201,9 @@ def test_a_q_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         return tree
 
     monkeypatch.setattr(PardDraftSession, "propose", propose)
-    helper = PardDrafter(Target(small_model(2)), Chain(3), mask=2)
-    outputs = sampled(Engine(Target(small_model(1)), helper), **OPTIONS["as_it_is"])
-    assert p_of_answers(outputs, **OPTIONS["as_it_is"]) < UNLIKELY
+    model, helper = small_model(1), PardDrafter(Target(small_model(2)), Chain(3), mask=2)
+    outputs = sampled(Engine(Target(model), helper), **OPTIONS["as_it_is"])
+    assert p_of_answers(outputs, model, **OPTIONS["as_it_is"]) < UNLIKELY
 
 
 @pytest.mark.formats

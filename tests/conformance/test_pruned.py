@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_turns import assert_one_shot
 
 from families import FAMILIES
-from harness import answer, assert_equals_generate, draft, prompt, target, tokens
+from harness import answer, assert_equals_generate, assert_one_shot, draft, prompt, target, tokens
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Pruned
 from saccade.draft.pruning import Pruning

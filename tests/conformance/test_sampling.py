@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, p_of
-from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answers, sampled, small_hybrid, small_model
+from sampling_kit import (
+    LIKELY,
+    OPTIONS,
+    SMALL,
+    TREES,
+    UNLIKELY,
+    ManyUniforms,
+    Table,
+    Trial,
+    assert_follows,
+    p_of,
+    p_of_answers,
+    sampled,
+    small_hybrid,
+    small_model,
+)
+from sampling_kit import ROWS as SAMPLE
 from torch import Tensor
 
+from harness import DRAFTERS
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, View
 from saccade.draft.ensemble.weights import Grid
 from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.draft.pard import PardDrafter
 from saccade.draft.suffix import SuffixDrafter
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
+from saccade.draft.trees.oneshot import OneShotTree
+from saccade.draft.trees.policy import Chain, ConfidentChain, DrawProposer, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
 from saccade.inputs.families.family import Prompt
@@ -135,73 +153,99 @@ class _Forgetful(View):
         return Prompt(prompt.ids[3:])
 
 
-def ensemble(tree: Any) -> EnsembleDrafter:
-    """The warpers act on the mixture, whose weights change from block to block."""
-    return EnsembleDrafter(Target(small_model(2)), tree, [Multimodal(), _Forgetful()], Grid(steps=4))
+SHAPES: dict[str, Any] = {
+    **TREES,
+    "width": WidthTree(2, 2),
+    "sage": SageTree(d_min=1, d_max=2, ceiling=3, w_max=3),
+    "oneshot": OneShotTree(9, 0.1, 3),
+    "confident": ConfidentChain(3, 0.4),
+}
 
 
-def engine(drafting: str) -> Engine:
-    target = Target(small_model(1))
-    drafters: dict[str, Any] = {
-        "plain": lambda: None,
-        "chain": lambda: ModelDrafter(Target(small_model(2)), Chain(2)),
-        "static": lambda: ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])),
-        "dynamic": lambda: ModelDrafter(Target(small_model(2)), DynamicTree(top=2, max_depth=2, total=4)),
-        "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
-        "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),
+def engine(drafting: str, tree: str = "chain", layers: int = 1, **options: Any) -> Engine:
+    """Small models and a drafter of a kind of `harness.DRAFTERS`, a head with options, or one that is named here."""
+    target, draft, shape = Target(small_model(1, layers=layers)), Target(small_model(2)), SHAPES[tree]
+    drafters: dict[str, Callable[[], Any]] = {
+        "small vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), shape),
+        "large vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), shape, SMALL),
         "lookup": lambda: PromptLookup(gamma=2),
         "suffix": lambda: SuffixDrafter(SuffixOptions(gamma=3, min_token_prob=0.01, total=6)),
-        "merged": lambda: MergedDrafter(
-            ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
-        ),
-        "sage": lambda: ModelDrafter(Target(small_model(2)), SageTree(d_min=1, d_max=2, ceiling=3, w_max=3)),
-        "ensemble_chain": lambda: ensemble(Chain(2)),
-        "ensemble_static": lambda: ensemble(StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])),
-        "ensemble_width": lambda: ensemble(WidthTree(2, 2)),
+        "pard": lambda: PardDrafter(draft, shape, mask=2),
+        # the warpers act on the mixture, whose weights change from block to block
+        "ensemble": lambda: EnsembleDrafter(draft, shape, [Multimodal(), _Forgetful()], Grid(steps=4)),
     }
-    return Engine(target, drafters[drafting]())
+    build = drafters.get(drafting, lambda: DRAFTERS[drafting](target, draft, shape, **options))
+    return Engine(target, build())
 
 
-ENGINE_CASES = [
-    *((drafting, option) for drafting in ("chain", "static", "dynamic") for option in OPTIONS),
-    ("plain", "top_p"),
-    ("lookup", "temperature"),
-    ("suffix", "temperature"),
-    ("small_vocabulary", "top_p"),
-    ("large_vocabulary", "temperature"),
-    ("merged", "temperature"),
-    *(("sage", option) for option in ("temperature", "top_p", "repetition_penalty")),
-    ("ensemble_chain", "top_p"),
-    ("ensemble_static", "repetition_penalty"),
-    ("ensemble_width", "temperature"),
+SETTINGS = [
+    *(("model", tree, option) for tree in TREES for option in OPTIONS),
+    ("plain", "chain", "top_p"),
+    ("lookup", "chain", "temperature"),
+    ("suffix", "chain", "temperature"),
+    ("small vocabulary", "chain", "top_p"),
+    ("large vocabulary", "chain", "temperature"),
+    ("merged", "static", "temperature"),
+    *(("model", "sage", option) for option in ("temperature", "top_p", "repetition_penalty")),
+    ("ensemble", "chain", "top_p"),
+    ("ensemble", "static", "repetition_penalty"),
+    ("ensemble", "width", "temperature"),
+    ("pard", "chain", "as_it_is"),
+    *(pytest.param("pard", *each, marks=pytest.mark.slow) for each in (("static", "as_it_is"), ("dynamic", "top_p"))),
+    *(pytest.param("dflash", tree, "top_p", marks=pytest.mark.slow) for tree in TREES),
+    # rows differ in nodes, of which none has more than nine
+    ("medusa", "oneshot", "top_p"),
+    *(
+        pytest.param(kind, "oneshot", "as_it_is", marks=pytest.mark.slow)
+        for kind in ("medusa", "hydra", "eagle2", "peagle")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("drafting", "option"), ENGINE_CASES)
-def test_the_engine_draws_from_the_target(drafting: str, option: str) -> None:
-    outputs = sampled(engine(drafting), **OPTIONS[option])
-    assert (accepted(outputs) > 0) == (drafting != "plain")
-    assert p_of_answers(outputs, **OPTIONS[option]) > LIKELY
+@pytest.mark.parametrize(("drafting", "tree", "option"), SETTINGS)
+def test_the_engine_draws_from_the_target(drafting: str, tree: str, option: str) -> None:
+    assert_follows(engine(drafting, tree), option, -1 if drafting == "plain" else 0)
+
+
+@pytest.mark.parametrize("option", ["as_it_is", "top_p"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "peagle", "hivis", "dream", "medusa", "hydra"])
+@pytest.mark.singly
+def test_rows_sampled_with_a_head_follow_the_target(kind: str, tree: str, option: str) -> None:
+    assert_follows(engine(kind, tree), option, SAMPLE // 4)
+
+
+@pytest.mark.parametrize("option", ["as_it_is", "top_p"])
+@pytest.mark.parametrize("tree", TREES)
+def test_rows_sampled_with_a_head_of_two_tokens_follow_the_target(tree: str, option: str) -> None:
+    """A head may know fewer tokens than the target, and fewer than children are wanted."""
+    method = engine("eagle3", tree, own_vocabulary=2)
+    drafter: Any = method.drafter
+    drafter.head.get_buffer("token_ids").copy_(torch.tensor([4, 1]))
+    assert_follows(method, option)
+
+
+def test_rows_sampled_behind_an_early_exit_follow_the_target() -> None:
+    """Kangaroo's chains end where the target's first layers are unsure: at 0.4 before about half of the guesses."""
+    outputs = assert_follows(engine("kangaroo", "confident", layers=2), "top_p", SAMPLE // 4)
+    drafted, passes = (
+        sum(getattr(output.stats, name) for output in outputs) for name in ("drafted_tokens", "target_passes")
+    )
+    assert passes < drafted < 3 * passes  # some chains end early, others do not
 
 
 @pytest.mark.parametrize("option", ["temperature", "top_p"])
-@pytest.mark.parametrize("policy", [Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])])
-def test_trees_through_recurrent_layers_draw_from_the_target(policy: Any, option: str) -> None:
-    hybrid = Engine(Target(small_hybrid(1)), ModelDrafter(Target(small_hybrid(2)), policy))
-    outputs = sampled(hybrid, **OPTIONS[option])
-    assert accepted(outputs) > 0
-    assert p_of_answers(outputs, model=small_hybrid(1), **OPTIONS[option]) > LIKELY
+@pytest.mark.parametrize("tree", ["chain", "static"])
+def test_trees_through_recurrent_layers_draw_from_the_target(tree: str, option: str) -> None:
+    drafter = ModelDrafter(Target(small_hybrid(2)), TREES[tree])
+    assert_follows(Engine(Target(small_hybrid(1)), drafter), option)
 
 
 @pytest.mark.parametrize(
-    ("drafting", "played", "believed"),
-    [
-        ("chain", "temperature", "as_it_is"),
-        ("static", "top_p", "temperature"),
-        ("dynamic", "as_it_is", "top_k"),
-    ],
+    ("tree", "played", "believed"),
+    [("chain", "temperature", "as_it_is"), ("static", "top_p", "temperature"), ("dynamic", "as_it_is", "top_k")],
 )
-def test_the_histogram_tells_settings_apart(drafting: str, played: str, believed: str) -> None:
+def test_the_histogram_tells_settings_apart(tree: str, played: str, believed: str) -> None:
     """The sample is large enough for the test above to mean something."""
-    outputs = sampled(engine(drafting), **OPTIONS[played])
-    assert p_of_answers(outputs, **OPTIONS[believed]) < UNLIKELY
+    method = engine("model", tree)
+    assert p_of_answers(sampled(method, **OPTIONS[played]), method.target.model, **OPTIONS[believed]) < UNLIKELY

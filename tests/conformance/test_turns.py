@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from families import FAMILIES, IMAGE, VISUAL_FAMILIES, Inputs, pristine, reference_greedy
-from harness import METHODS, POLICIES, answer, engine, prompt, prompts, requests, tokens
-from saccade.engine import Request, RunningBatch
-from saccade.output import Output
+from families import FAMILIES, IMAGE, VISUAL_FAMILIES, pristine, reference_greedy
+from harness import (
+    FIRST,
+    METHODS,
+    POLICIES,
+    SECOND,
+    answer,
+    assert_one_shot,
+    engine,
+    prompt,
+    prompts,
+    requests,
+    second_turn,
+    tokens,
+)
+from saccade.engine import Request
 
 pytestmark = pytest.mark.executors
-
-FIRST, SECOND = 18, 24
 
 # LLaVA-OneVision cuts a lone image into tiles but not one of several, so that a second image would change how
 # Hugging Face encodes the first; its conversations start with two images.
 CASES = [(name, "images2" if name == "llava_onevision" else "image") for name in VISUAL_FAMILIES]
 CASES += [(name, "video") for name in VISUAL_FAMILIES if FAMILIES[name].video]
 CASES += [(name, "text") for name, case in FAMILIES.items() if not case.is_visual]
-
-
-def second_turn(name: str, kind: str, row: int = 0) -> Inputs:
-    """First question, its answer, and a question with new media."""
-    case = FAMILIES[name]
-    return case.continued(kind, row, case.reference(kind, rows=row + 1, n=FIRST)[row])
-
-
-def assert_one_shot(session: RunningBatch, name: str, inputs: Inputs, n: int = SECOND) -> Output:
-    """A session's answer equals that of `generate` to the whole history."""
-    (longer,) = prompts(FAMILIES[name], inputs)
-    output = answer(session.engine, longer, n, session=session)
-    assert output.tokens == reference_greedy(pristine(name), inputs, n)[0]
-    return output
 
 
 @pytest.mark.some_families

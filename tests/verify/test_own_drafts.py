@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumeration import exact, histogram, p_value
-from sampling_kit import LIKELY, NEW, PROMPT, SMALL, small_hybrid, small_model
+from sampling_kit import LIKELY, NEW, PROMPT, SMALL, exact, histogram, p_value, small_hybrid, small_model
 from test_grammar import END, SCHEMA, Brackets, schema, tokenizer
 from test_own_trees import DEAD, FORM, LONG
 from torch import Tensor

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, judged, trees
+from sampling_kit import ManyUniforms, Table, Trial, histogram, p_value
 from torch import Tensor
 
 from saccade.draft.trees.policy import DrawProposer, StaticTree, TopProposer
