@@ -21,6 +21,8 @@ LAYERS = [
         "wording",
         "options",
         "files",
+        "model_spec",
+        "profile",
         "resumable",
         "environment",
         "cpu",
@@ -47,7 +49,7 @@ LAYERS = [
     *(
         "running_batch",
         "chat",
-        "profile",
+        "resolution",
         "vlm",
         "hf",
         "ray_cluster",

@@ -17,7 +17,7 @@ from transformers import AutoConfig, BertConfig, BertLMHeadModel, CLIPConfig, T5
 import checkpoints
 from checkpoints import ready, tokenizer
 from saccade import ModelError, SaccadeError, load, loading
-from saccade.loading import check_device, check_dtype, draft_dtype, load_model, shared_vocabulary
+from saccade.loading import check_device, check_dtype, fastest_dtype, load_model, shared_vocabulary
 
 pytestmark = pytest.mark.formats
 
@@ -187,7 +187,7 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
 
 
 def test_faults_of_the_drafter_are_found_before_the_target_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were read"))
     for drafter, options in (
         ("llama-swapped", {}),
         ("llava-draft", {"gamma": "x"}),
@@ -223,7 +223,7 @@ def test_models_load_in_the_given_dtype_and_a_small_drafter_on_a_cpu_in_float32(
 
 def test_a_large_drafter_stays_in_its_dtype() -> None:
     large = torch.nn.Linear(10_000, 5_001, bias=False, device="meta", dtype=torch.bfloat16)
-    assert draft_dtype(large) == torch.bfloat16
+    assert fastest_dtype(large) == torch.bfloat16
 
 
 @pytest.mark.parametrize("device", ["strange", "meta", "cpu0", 77, "cuda:77", 1.5])

@@ -186,7 +186,7 @@ def test_models_go_to_a_gpu_unless_a_device_is_given(
         raise KeyError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr("saccade.vlm.check_device", stop)
+    monkeypatch.setattr("saccade.resolution.check_device", stop)
     with pytest.raises(KeyError):
         load(target, device_map=given)
     assert places == [place]

@@ -412,7 +412,7 @@ def adapt(
     return target
 
 
-def draft_dtype(model: Any, usual: torch.dtype | None = None) -> torch.dtype:
+def fastest_dtype(model: Any, usual: torch.dtype | None = None) -> torch.dtype:
     """Return a drafter's fastest dtype: float32 for a small one on a CPU, else the usual one, by default its own."""
     weight = next(model.parameters())
     small = sum(p.numel() for p in model.parameters()) < SMALL

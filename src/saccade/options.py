@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from saccade.errors import MethodError, SaccadeError
 from saccade.wording import meant
@@ -68,6 +68,7 @@ class Option:
 
 def _mismatch(value: Any, hint: Any) -> str:
     """Expected type in words when a value does not have it; empty when it does, or the hint is not checked."""
+    hint, _ = in_tables(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in options:
         return ""
@@ -82,6 +83,14 @@ def _mismatch(value: Any, hint: Any) -> str:
     return " or ".join(names)
 
 
+def in_tables(hint: Any) -> tuple[Any, str]:
+    """Return the type and the help of a field: those that ``Annotated`` names, or the type alone."""
+    if get_origin(hint) is not Annotated:
+        return hint, ""
+    usual, words, *limited = get_args(hint)
+    return (limited or [usual])[0], words
+
+
 def make(
     kind: type[T],
     table: Mapping[str, Any],
@@ -92,7 +101,7 @@ def make(
 ) -> T:
     """Make a dataclass of the values of a table; fields of numbers, text, truths and tables are checked."""
     check_keys(table, (entry.name for entry in fields(kind)), where, prefix=prefix, error=error)  # type: ignore[arg-type]
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for name, value in table.items():
         expected = _mismatch(value, hints[name])
         if expected:

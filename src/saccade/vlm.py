@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
-from saccade import cpu, methods
+from saccade import methods
 from saccade.chat import Chat
 from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
@@ -19,7 +19,6 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.errors import InputError, MethodError
-from saccade.files import is_profile
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import (
@@ -32,37 +31,20 @@ from saccade.inputs.processor import (
     predictions_of,
     seeds_of,
 )
-from saccade.loading import (
-    adapt,
-    check_checkpoint,
-    check_device,
-    check_dtype,
-    default_device,
-    empty_model,
-    is_assistant,
-    load_model,
-    mask_token,
-    mtp_config,
-    name_of,
-    path_of,
-    refuse_assistant,
-    shared_vocabulary,
-)
-from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.lora import adapted, refuse_apart, with_lora
+from saccade.loading import adapt
+from saccade.lora import adapted
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
+from saccade.model_spec import ModelSpec
 from saccade.options import STORED
 from saccade.output import Output
+from saccade.resolution import Resolved, resolve
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
-from saccade.target_model.executor import check_executor
-from saccade.target_model.int8 import check_weights
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
-from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
 from saccade.wording import meant, unknown_name
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
@@ -134,96 +116,26 @@ def load(
     for name in options.keys() - methods.known_options():
         if hint := meant(name, load.__annotations__, 0.8):
             raise MethodError(f"saccade.load has no argument {name}{hint}.")
-    drafter = drafters.only(drafter, assistant_model)
-    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
-    parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters}
+    parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters or {}}
+    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device": device_map, "threads": threads}
     running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
-    return check(target, drafter, method, **parts, **running, **placing, **options)()
+    drafter = drafters.only(drafter, assistant_model)
+    spec = ModelSpec(target, drafter, method, **parts, **placing, **running, options=options)
+    return check(spec)()
 
 
-def check(
-    target: str | Path | Any,
-    drafter: str | Path | Any = None,
-    method: str | None = None,
-    *,
-    heads: Heads = (),
-    head: str | None = None,
-    adapters: Adapters | None = None,
-    dtype: str | torch.dtype = "auto",
-    draft_dtype: str | torch.dtype | None = None,
-    device_map: Any = None,
-    threads: int | None = None,
-    exact: bool = False,
-    executor: str = "auto",
-    weights: str = STORED,
-    complete: bool = True,
-    **options: Any,
-) -> Callable[[], VLM]:
+def check(spec: ModelSpec, complete: bool = True) -> Callable[[], VLM]:
     """Report every mistake that shows before weights are read, and return the function that reads them.
 
-    Arguments as of `load`; ``complete``: whether folders must have their weights.
+    ``complete``: whether folders must have their weights.
     """
-    cpu.check_threads(threads)
-    check_executor(executor)
-    check_weights(weights)
-    if is_profile(target):
-        from saccade.profile import read_profile
-
-        profile = read_profile(target)
-        exact = exact or profile.exact
-        if method is None:
-            method, head, options = profile.method, head or profile.head, {**profile.options, **options}
-        target, heads = profile.target, heads or profile.heads
-        drafter = profile.drafter if drafter is None else drafter
-    if device_map is None and not drafters.is_pocket(target):
-        device_map = default_device()
-    if drafter is not None and isinstance(target, (str, Path)) and not drafters.is_pocket(target):
-        check_checkpoint(path_of(target), weights=complete)  # before the drafter, or that is named where both lack
-    named = drafters.named(drafter, heads, complete)
-    options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
-    target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
-    kinds = drafters.kinds_of(all_heads)
-    for kind in (dtype, draft_dtype or "auto"):
-        check_dtype(kind)
-    check_device(device_map)
-    processor = None if method or drafter is not None or kinds else _processor(target, complete)
-    name = method or drafters.default(drafter, kinds, head, options, processor and processor.config)
-    draft = None if drafters.is_head(drafter) else drafter
-    methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
-    processor = processor or _processor(target, complete)
-    drafts = methods.options(name, options).get("draft_with")
-    if drafts == "mtp":
-        mtp_config(processor.config, name_of(target))
-    elif drafts == "pard":
-        mask_token(drafters.config_of(draft))
-    draft_processor = None if draft is None else _draft_processor(draft, processor, complete)
-    check_processes(device_map, processor.config)
-    if draft_processor is processor:
-        from saccade.draft.assistant import check_assistant
-
-        check_assistant(drafters.config_of(draft), processor.config)
-    elif draft_processor is not None:
-        shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
-
-    adapters = {name: drafters.adapter_folder(folder) for name, folder in (adapters or {}).items()}
-    refuse_apart(adapters and device_map in (TENSOR_PARALLEL, SHARDED))
-    for adapter, folder in adapters.items():
-        with_lora(empty_model(processor.config), adapter, folder)
+    resolved = resolve(spec, complete)
 
     def read() -> VLM:
-        model = _model(target, dtype, device_map)
-        draft_model = None
-        counts = cpu.use_threads(threads, model.num_parameters()) if model.device.type == "cpu" else []
-        if draft is not None:
-            place = model.get_input_embeddings().weight.device
-            draft_model = _model(draft, draft_dtype or "auto", None if place.type == "cpu" else place)
-            if draft_dtype is None:
-                draft_model = draft_model.to(best_draft_dtype(draft_model))
-        parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        parts |= {"heads": all_heads, "head": head, "adapters": adapters, "executor": executor, "weights": weights}
-        vlm = VLM(model, processor, **parts, method=name, exact=exact, **options)
+        loaded, counts = resolved.read()
+        vlm = VLM.of(loaded)
         for each in (vlm.target, *vlm.adapters.values()):
-            each.threads = StepThreads([] if exact else counts)
+            each.threads = StepThreads([] if loaded.spec.exact else counts)
         return vlm
 
     return read
@@ -275,26 +187,35 @@ class VLM:
         weights: str = STORED,
         **options: Any,
     ) -> None:
-        self.processor = processor or InputProcessor.load(model.config._name_or_path)
-        self.target: Target = adapt(model, exact, executor=executor, weights=check_weights(weights))
-        self.adapters = adapted(self.target, adapters or {})
+        parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters or {}, "draft_dtype": draft_dtype}
+        running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
+        spec = ModelSpec(model, drafter, method, **parts, **running, options=options)
+        self._assemble(resolve(spec, processor=processor, draft_processor=draft_processor))
+
+    @classmethod
+    def of(cls, models: Resolved) -> VLM:
+        """Return the `VLM` of loaded models."""
+        vlm = cls.__new__(cls)
+        vlm._assemble(models)
+        return vlm
+
+    def _assemble(self, models: Resolved) -> None:
+        spec = models.spec
+        assert spec.method is not None
+        self.processor = models.processor
+        self.target: Target = adapt(spec.target, spec.exact, executor=spec.executor, weights=spec.weights)
+        self.adapters = adapted(self.target, spec.adapters)
         self.adapter: str | None = None
         self._base = self.target
         self.draft_model: Target | None = None
-        self.draft_processor: InputProcessor | None = None
-        vocabulary: int | None = None
-        named = drafters.named(drafter, heads)
-        if drafter is not None and not drafters.is_head(drafter):
-            self.draft_model = adapt(drafter, drafts=True, executor=executor)
-            self.draft_processor = draft_processor or _draft_processor(drafter, self.processor)
-            vocabulary = shared_vocabulary(
-                self.processor.tokenizer, self.draft_processor.tokenizer, (name_of(model), name_of(drafter))
-            )
-        self.heads: dict[str, Head] = drafters.read_heads(named, self.target, draft_dtype)
+        if spec.drafter is not None:
+            self.draft_model = adapt(spec.drafter, drafts=True, executor=spec.executor)
+        self.draft_processor = models.draft_processor
+        self.heads: dict[str, Head] = drafters.read_heads(spec.heads, self.target, spec.draft_dtype)
+        model = self.target.model
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
-        self._parts = Models(self.target, self.draft_model, vocabulary, special, self.draft_processor)
-        kinds = drafters.kinds_of(named)
-        self._compose(method or drafters.default(drafter, kinds, head, options, model.config), head, options)
+        self._parts = Models(self.target, self.draft_model, models.vocabulary, special, self.draft_processor)
+        self._compose(spec.method, spec.head, spec.options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)
@@ -525,21 +446,3 @@ class VLM:
         if signature is None or (is_made and signature != self.target.family.signature):
             return self.processor.text_only(prompt)
         return prompt if is_made else row.prompt(self.draft_processor)
-
-
-def _processor(source: Any, weights: bool = True) -> InputProcessor:
-    if not isinstance(source, (str, Path)):
-        return InputProcessor.load(source.config._name_or_path)
-    refuse_assistant(check_checkpoint(path_of(source), weights=weights), str(source))
-    return InputProcessor.load(path_of(source))
-
-
-def _draft_processor(source: Any, processor: InputProcessor, weights: bool = True) -> InputProcessor:
-    """Return a draft model's processor; an assistant has its target's."""
-    return processor if is_assistant(drafters.config_of(source)) else _processor(source, weights)
-
-
-def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
-    return (
-        load_model(path_of(source), dtype=dtype, device_map=device_map) if isinstance(source, (str, Path)) else source
-    )

@@ -17,6 +17,7 @@ from saccade.bench.records import FILE, read
 from saccade.cli import screen
 from saccade.cli.bench import bench
 from saccade.cli.option_groups import spread
+from saccade.model_spec import ModelSpec
 
 Invoke = Callable[..., Any]
 
@@ -48,11 +49,11 @@ def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
 def test_a_plan_shows_what_would_run_and_runs_nothing(
     invoke: Invoke, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    loaded: dict[str, Any] = {}
-    monkeypatch.setattr(screen, "load_models", lambda *_, **options: loaded.update(options) or vlm)
+    loaded: list[ModelSpec] = []
+    monkeypatch.setattr(screen, "load_models", lambda models: loaded.append(models) or vlm)
     result = invoke("--suite", "heads", "--plan", "--head", "a=b", "--head", "c")
     assert result.exit_code == 0, result.output
-    assert loaded["heads"] == {"a": "b", "c": "c"}
+    assert loaded[0].heads == {"a": "b", "c": "c"}
     assert "Mirrors DREAM, Table 1" in result.stdout
     assert "Method " in result.stdout
     assert "Missing: " in result.stdout

@@ -20,8 +20,9 @@ from saccade.bench.compare import Comparison, compare, compare_methods
 from saccade.bench.records import RecordedRun
 from saccade.bench.suites import MethodEntry
 from saccade.cli import bench as command
-from saccade.cli.option_groups import PairOptions, spread
+from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
+from saccade.model_spec import ModelSpec
 
 SOME = ["plain", "chain", "dynamic-tree", "lvspec"]
 
@@ -148,9 +149,9 @@ def test_the_fastest_wins_plain_decoding_where_none_is_faster_and_level_ones_are
     times = zip(methods, (2.0, *seconds), strict=True)
     records = [timed(str(prompt), label, spent) for label, spent in times for prompt in range(12)]
     run: Any = SimpleNamespace(records=records, header=SimpleNamespace(environment={"threads": 1}))
-    profile = command.choose(prepared, run, PairOptions(target="T", head=["a=b"]))
-    assert (profile.method, profile.options, profile.heads) == (method, options, {"a": "b"})
-    assert profile.measured.get("level_with") == level
+    chosen, measured = command.choose(prepared, run, ModelSpec("T", heads={"a": "b"}))
+    assert (chosen.method, chosen.options, chosen.heads) == (method, options, {"a": "b"})
+    assert measured.get("level_with") == level
 
 
 @pytest.fixture(scope="module")

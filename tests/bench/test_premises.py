@@ -16,8 +16,7 @@ from saccade.bench.cost import Costs
 from saccade.bench.metrics import Array
 from saccade.bench.questions import gather
 from saccade.bench.suites import parse
-from saccade.cli import execute
-from saccade.cli.option_groups import PairOptions
+from saccade.cli import execute, screen
 from tools.results.expectations import PAPERS, auc, dream, hivis, lvspec, sage, tabed
 from tools.results.premises import app, lexicon
 from tools.results.probe import GAMMA, Answer, Moments, Probe, steps
@@ -165,7 +164,7 @@ def test_a_target_without_pictures_and_wrong_prompts_are_refused_in_a_sentence(
     class Blind:
         target = type("", (), {"config": LlamaConfig()})
 
-    monkeypatch.setattr(PairOptions, "load", lambda self: Blind)
+    monkeypatch.setattr(screen, "load_models", lambda models: Blind)
     assert run(capsys)[2] == (
         "saccade: The target takes no pictures, which the premises are about; give a VLM with --target.\n"
     )

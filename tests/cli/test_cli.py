@@ -16,7 +16,7 @@ from commands import Shell
 import checkpoints
 from checkpoints import ready
 from saccade import __version__
-from saccade.cli import screen
+from saccade.cli.option_groups import heads_by_name
 from saccade.cpu import usable_cores
 from saccade.data import catalogue
 from saccade.draft.heads.head import HeadConfig, build_head
@@ -291,15 +291,13 @@ def test_methods_are_listed_without_torch() -> None:
     assert list(json.loads(done.stdout)) == list(METHODS)
 
 
-def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
+def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path) -> None:
     odd = tmp_path / "a=b"
     odd.mkdir()
-    screen.load_models("pocket", "d", None, heads=screen.heads_by_name(["runs/mine/", "x=runs/other", str(odd)]))
-    assert asked == {
-        "given": ("pocket", "d", None),
-        "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
+    assert heads_by_name(["runs/mine/", "x=runs/other", str(odd)]) == {
+        "mine": "runs/mine/",
+        "x": "runs/other",
+        "a=b": str(odd),
     }
     with pytest.raises(InputError, match=r"Two heads are named 'best'.*--head NAME=FOLDER"):
-        screen.heads_by_name(["a/best", "b/best"])
+        heads_by_name(["a/best", "b/best"])

@@ -46,7 +46,7 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+        patch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
         plan = shell(*command(photos, "-p", "What?", "--plan"))
     assert plan.code == 0, plan.err
     assert "Items: 4 (image 4)" in plan.out
@@ -66,7 +66,7 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     assert [row["id"] for row in found] == ["a.png", "b.png", "broken.png", "c.png"]
     assert found[0]["text"] == vlm("llava", method="plain").generate("What?", [picture()], max_new_tokens=4).text
     with monkeypatch.context() as patch:
-        patch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+        patch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
         (photos.parent / "out.jsonl").unlink()
         again = shell(*command(photos, "-p", "What?"))
     assert [json.loads(line) for line in (photos.parent / "out.jsonl").read_text().splitlines()] == found

@@ -32,9 +32,10 @@ from saccade.engine.step import StepRunner
 from saccade.inputs.families.family import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of
+from saccade.model_spec import ModelSpec
 from saccade.output import Chunk, Mark
 from saccade.pocket import draft_path, head_path
-from saccade.profile import Profile
+from saccade.profile import write_profile
 
 PAIR = ("-t", ready("llava"), "-d", ready("llava-draft"))
 
@@ -178,7 +179,8 @@ def test_exact_mode_gives_the_tokens_of_its_plain_decoding(shell: Shell, image: 
     assert (plain["exact"], plain["dtype"]) == (True, "bfloat16")
     assert plain["tokens"] == chain["tokens"] == tree["tokens"]
     assert load(ready("llava"), ready("llava-draft"), "chain", dtype="bfloat16").target.exact is False
-    Profile(str(ready("llava")), "chain", str(ready("llava-draft")), exact=True).write(tmp_path / "own.toml")
+    models = ModelSpec(str(ready("llava")), str(ready("llava-draft")), "chain", exact=True)
+    write_profile(tmp_path / "own.toml", models, {})
     assert load(tmp_path / "own.toml").target.exact
 
 

@@ -22,7 +22,7 @@ def _without_models(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(screen, "load_models", refuse)
-    monkeypatch.setattr(saccade.vlm, "load", refuse)
+    monkeypatch.setattr(saccade.vlm, "check", refuse)
     monkeypatch.setattr(saccade.loading, "load_model", refuse)
 
 

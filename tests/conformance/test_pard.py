@@ -31,6 +31,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
+from saccade.model_spec import ModelSpec
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.verify.loose import RandomLoosening
@@ -262,11 +263,11 @@ def test_inside_generate_it_is_the_default_too(folder: Path) -> None:
 def test_a_damaged_folder_is_refused_before_weights_are_read(folder: Path, token: Any) -> None:
     damaged = renamed(folder, token)
     with pytest.raises(ModelError, match=r"^The pard_token of .* is .*, which is not a whole number from 0 to 26"):
-        check(ready("llava"), damaged)
+        check(ModelSpec(ready("llava"), damaged))
 
 
 def test_a_drafter_without_a_mask_token_is_refused_before_weights_are_read() -> None:
     with pytest.raises(
         ModelError, match=r"^Method pard needs .* names no pard_token; choose another drafter, or .*\.$"
     ):
-        check(ready("llava"), ready("llama"), "pard")
+        check(ModelSpec(ready("llava"), ready("llama"), "pard"))

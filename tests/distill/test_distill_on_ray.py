@@ -21,6 +21,7 @@ from saccade.distill.folder import ANSWERS, HEADER
 from saccade.distill.planning import make_plan
 from saccade.distill.run import QuestionBatch, QuestionWorker, Setup, run
 from saccade.jobs.actors import ActorModels, EngineActor, Hello
+from saccade.model_spec import ModelSpec
 from saccade.resumable import Finished, Pending
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "batch": 2, "history": "own"}
@@ -70,7 +71,7 @@ def test_batches_that_end_in_another_order_are_written_in_that_of_the_plan(sourc
 def test_an_actor_answers_batches_and_ends_with_the_reason_that_stops_its_run(source: Path, tmp_path: Path) -> None:
     setup = Setup(source, tmp_path / "out", source.parent / "images", "stop", OPTIONS)
     plan = make_plan(setup.prompts(tmp_path), setup.options, "stop")
-    actor = EngineActor(Loaded({}), QuestionWorker, (setup,))
+    actor = EngineActor(Loaded(ModelSpec("")), QuestionWorker, (setup,))
     actor.put(tmp_path)
     actor.put([Pending(n, QuestionBatch(b, frozenset(q.id for q in b))) for n, b in enumerate(plan.batches)])
     first, *messages, last = actor.answers()

@@ -175,7 +175,7 @@ def test_what_is_not_clear_is_refused(method: str, name: str | None, kinds: dict
 
 def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     hivis = saved("hivis", "hivis")
-    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were read"))
     for options, error, message in (
         ({"heads": [hivis, hivis]}, MethodError, "Two heads are named 'hivis'; give one of them another name"),
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),

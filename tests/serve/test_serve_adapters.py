@@ -103,7 +103,7 @@ def test_mistakes_of_adapters_are_found_before_loading(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     given = lora.format(good=adapters()["red"]) if isinstance(lora, str) else f"a={broken(tmp_path / 'a', **lora)}"
     with pytest.raises(SystemExit) as end:
         main(["serve", "-t", str(ready("qwen")), "--name", "tiny", "--lora", given, "--plan"])

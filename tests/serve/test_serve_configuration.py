@@ -60,7 +60,7 @@ def test_a_store_of_answers_that_no_request_may_use_is_refused(entry: dict[str, 
 def test_the_plan_of_several_models_loads_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(SystemExit) as end:
         main(["serve", "--config", written(tmp_path, GOOD), "--max-queue", "5", "--plan"])
     assert end.value.code == 0
@@ -233,7 +233,7 @@ def test_the_start_message_says_what_bfloat16_may_change(exact: bool, monkeypatc
             sockets[0].close()
 
     monkeypatch.setattr(server, "Server", Silent)
-    entry = ModelEntry(str(ready("llama")), "words", dtype="bfloat16", exact=exact)
+    entry = ModelEntry(str(ready("llama")), name="words", dtype="bfloat16", exact=exact)
     server.serve(ServerConfig((entry,), port=0))
     assert announcements[0].startswith("Serving words on")
     assert announcements[0].count("exact mode (--exact) prevents that") == (not exact)

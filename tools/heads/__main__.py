@@ -11,6 +11,7 @@ from saccade.cli import execute, screen
 from saccade.cli.option_groups import option
 from saccade.errors import InputError
 from saccade.methods.drafters import is_pocket
+from saccade.model_spec import ModelSpec
 from tools import SETTINGS
 
 app = typer.Typer(name="tools.heads", add_completion=False, rich_markup_mode="markdown")
@@ -54,7 +55,8 @@ def heads(
             print(head.command(str(out), target, dtype))
         return
     drafts = drafter is not None or is_pocket(target)
-    vlm = screen.load_models(target, drafter, "chain" if drafts else "plain", dtype=dtype, threads=threads)
+    method = "chain" if drafts else "plain"
+    vlm = screen.load_models(ModelSpec(target, drafter, method, dtype=dtype, threads=threads))
     from tools.heads.workshop import Workshop
 
     workshop = Workshop(vlm, catalogue, out, screen.note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def premises(
     tasks = [_task(each.strip()) for each in dict.fromkeys(prompts.split(","))]
     suite = parse({"tasks": tasks, "methods": ["plain"], "per_task": count, "seed": seed}, "premises", "--prompts")
     asked = [question for group in questions.gather(suite)[0].values() for question in group]
-    vlm = models.or_pocket().load()
+    vlm = screen.load_models(replace(models, target=models.target or "pocket"))
     if not vlm.target.family.visual_ids:
         raise InputError("The target takes no pictures, which the premises are about; give a VLM with --target.")
     with screen.progress("prompts") as update:

@@ -98,7 +98,7 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
         command, words = context.command_path if context else "saccade", problem.format_message().split()
         takes = {each.name for each in context.command.params} if context else set()
         option = str(getattr(problem, "option_name", ""))
-        hint = as_setting(option, arguments or sys.argv[1:]) if {"method", "set_"} <= takes else ""
+        hint = as_setting(option, arguments or sys.argv[1:]) if {"method", "options"} <= takes else ""
         print(f"saccade: {' '.join(words).rstrip('.?')}{hint}; see `{command} --help`.", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

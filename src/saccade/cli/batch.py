@@ -17,6 +17,7 @@ from saccade.cli.option_groups import (
     ModelOptions,
     ReadingOptions,
     group,
+    named,
     option,
     place_of,
     set_options,
@@ -80,7 +81,7 @@ def batch(
     - `saccade batch photos -p "Describe the picture." -t TARGET -o captions.jsonl --ray=auto --actors 8`
     """
     decoded = decoding.checked()
-    models.arguments()  # a mistake shows before the items are read
+    named(models)  # a mistake shows before the items are read
     from saccade.engine.slots import KV_MEMORY_SHARE
     from saccade.inputs.processor import MediaOptions
     from saccade.jobs.items import ItemSource, TemplateOptions
@@ -96,15 +97,15 @@ def batch(
     with screen.waiting("Reading the items"):
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
-        models.check(complete=False)
+        screen.check_models(models, complete=False)
         _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}")
         return
-    target = read_profile(models.named()).target if is_profile(models.named()) else place_of(models.named())
+    target = read_profile(models.target).target if is_profile(models.target) else place_of(models.target)
     sampling = screen.sampled(target, decoded, decoding.seed or 0)
     screen.note_sampling(sampling, decoded)
     journal = None if is_stream(out) else Path(f"{out}.journal")
     finished = f"; finished records are in {journal}/records.jsonl" if journal else ""
-    is_done = survey.there == survey.items and is_of(job, out, target, models.method, models.settings)
+    is_done = survey.there == survey.items and is_of(job, out, target, models.method, models.options)
     loading = f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{finished}."
     screen.note("Every item has a record, so that no model is loaded." if is_done else loading)
     shares = lambda room: (KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine),)  # noqa: E731
@@ -133,11 +134,9 @@ def _plan(survey: Survey, out: Path, how: str) -> None:
 
 def _rates(report: Report) -> str:
     new = report.done - report.there
-    rates = (
-        f"{new / report.seconds:.2g} items/s, {report.tokens / report.seconds:.0f} tokens/s"
-        if new and report.seconds
-        else "starting"
-    )
+    rates = "starting"
+    if new and report.seconds:
+        rates = f"{new / report.seconds:.2g} items/s, {report.tokens / report.seconds:.0f} tokens/s"
     return f"{rates}, {report.failed} failed" if report.failed else rates
 
 
@@ -206,12 +205,12 @@ def distill(
     - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb --plan`
     - `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
-    models.arguments()  # a mistake shows before the prompts are read
+    named(models)  # a mistake shows before the prompts are read
     from saccade import memory_plan, methods
 
-    if models.method is None and models.drafter is None and not models.head:
+    if models.method is None and models.drafter is None and not models.heads:
         models = replace(models, method="plain")
-    if models.method and not methods.is_lossless(methods.options(models.method, models.settings)):
+    if models.method and not methods.is_lossless(methods.options(models.method, models.options)):
         raise MethodError(f"Method {models.method} is lossy: its answers are not the target's; choose a lossless one.")
     options = {**({} if preset is None else memory_plan.preset(preset).distill), **set_options(answers)}
     from saccade.distill.run import QuestionWorker, Setup, preview, reckoned, run
@@ -223,7 +222,7 @@ def distill(
         _plan_answers(reckoned(setup, throughput), out, setup.options.max_new_tokens)
         return
     if plan:
-        answerer = QuestionWorker(models.load(), setup)
+        answerer = QuestionWorker(screen.load_models(models), setup)
         with screen.waiting("Reading the prompts and answering a few of them"):
             expected = preview(answerer, setup)
         _plan_answers(expected, out, setup.options.max_new_tokens)

@@ -16,7 +16,8 @@ from saccade.cli import screen
 from saccade.cli.option_groups import PairOptions, group, method_names, option, set_options, split_pairs
 from saccade.errors import InputError
 from saccade.files import check_folder, is_profile, write_file
-from saccade.profile import Profile
+from saccade.model_spec import ModelSpec
+from saccade.profile import write_profile
 from saccade.wording import count, duration, listed, unknown_name
 
 if TYPE_CHECKING:
@@ -168,14 +169,14 @@ def bench(
         return
     suite = chosen.chosen(sizes, reading)
     folder = out or Path("runs") / suite.name
-    prepared = _prepared(suite, folder, models.or_pocket())
+    prepared = _prepared(suite, folder, replace(models, target=models.target or "pocket"))
     if plan:
         _plan(prepared, folder)
     else:
         show(run_suite(prepared, folder), as_json)
 
 
-def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
+def _prepared(suite: Suite, folder: Path, models: ModelSpec) -> Prepared:
     """Gather a suite's questions and load the models; what is wrong with questions or folder shows before."""
     from saccade.bench.preparing import prepare
     from saccade.bench.questions import gather
@@ -184,7 +185,7 @@ def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
     with screen.waiting("Reading the prompts"):
         questions = gather(suite)
     command = shlex.join(["saccade", *sys.argv[1:]])
-    return prepare(suite, models.load(), (models.named(), models.drafter), {"command": command}, questions)
+    return prepare(suite, screen.load_models(models), (models.target, models.drafter), {"command": command}, questions)
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:
@@ -274,8 +275,8 @@ def tune(
     - `saccade tune -t pocket`
     - `saccade tune -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
     """
-    models = models.or_pocket()
-    if is_profile(models.named()):
+    models = replace(models, target=models.target or "pocket")
+    if is_profile(models.target):
         raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
         raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
@@ -284,9 +285,9 @@ def tune(
     prepared = _prepared(suite, out, models)
     run = run_suite(prepared, out)
     show(run, as_json=False)
-    profile = choose(prepared, run, models)
-    profile.write(save)
-    chosen, level = f"{profile.method} {_pairs(profile.options)}".rstrip(), profile.measured.get("level_with")
+    models, measured = choose(prepared, run, models)
+    write_profile(save, models, measured)
+    chosen, level = f"{models.method} {_pairs(models.options)}".rstrip(), measured.get("level_with")
     if level:
         screen.show(f"Fastest by its median: {chosen}; level with it by these prompts: {level}.")
         screen.show(f"It is written to {save}; more prompts (--per-task) may decide.")
@@ -294,8 +295,8 @@ def tune(
         screen.show(f"Fastest: {chosen}; written to {save}.")
 
 
-def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile:
-    """Return the profile of the fastest method of a run of the suite ``tune``, with those that are level with it."""
+def choose(prepared: Prepared, run: RecordedRun, models: ModelSpec) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the fastest method of a run of the suite ``tune``, and what was measured: those level with it among it."""
     from saccade.bench.compare import compare_methods
     from saccade.bench.metrics import by_method
     from saccade.methods import needs
@@ -306,18 +307,13 @@ def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile
     best = "plain" if speeds[best] < _CLEAR else best
     vlm = prepared.methods[best]
     undecided = [label for label in compare_methods(run, best).undecided if label in results]
-    measured: dict[str, Any] = {"level_with": listed(undecided)} if undecided else {}
+    measured: dict[str, Any] = {"speedup": round(speeds[best], 3), "prompts": results[best].prompts}
+    measured |= {"level_with": listed(undecided)} if undecided else {}
     measured |= {key: str(value) for key, value in run.header.environment.items()}
-    return Profile(
-        target=models.named(),
-        method=vlm.method,
-        drafter=None if needs(vlm.options) == "nothing" else models.drafter,
-        heads=screen.heads_by_name(models.head or []),
-        head=vlm.head_name,
-        options=next(dict(method.options) for method in prepared.suite.methods if method.label == best),
-        measured={"speedup": round(speeds[best], 3), "prompts": results[best].prompts, **measured},
-        exact=vlm.target.exact,
-    )
+    drafter = None if needs(vlm.options) == "nothing" else models.drafter
+    options = next(dict(method.options) for method in prepared.suite.methods if method.label == best)
+    models = replace(models, drafter=drafter, method=vlm.method, head=vlm.head_name, options=options)
+    return replace(models, exact=vlm.target.exact), measured
 
 
 def report(

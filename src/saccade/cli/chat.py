@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from saccade.cli import screen
@@ -41,10 +41,10 @@ def chat(
     """
     screen.check_media(image or [])
     decoded = decoding.checked()
-    models = models.or_pocket()
+    models = replace(models, target=models.target or "pocket")
     from saccade.target_model.lean import caveat
 
-    vlm = models.load()
+    vlm = screen.load_models(models)
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
     session = Session(vlm, system, {"seed": sampling.get("seed"), **asdict(reading), **decoded}, marks)
     session.files["image"] = image or []

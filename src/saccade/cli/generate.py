@@ -14,8 +14,9 @@ import typer
 
 from saccade.cli import screen
 from saccade.cli.account import account, plain_pass
-from saccade.cli.option_groups import DecodingOptions, ModelOptions, ReadingOptions, option
+from saccade.cli.option_groups import DecodingOptions, ModelOptions, ReadingOptions, named, option
 from saccade.errors import InputError
+from saccade.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from saccade.output import Output
@@ -59,7 +60,7 @@ def generate(
     expected = None if prediction is None else _text(prediction)
     screen.check_media(image or [], video or [])
     decoded = decoding.checked()
-    vlm = models.load()
+    vlm = screen.load_models(named(models))
     if expected is not None and vlm.engine.drafter is None:
         raise InputError(f"The method {vlm.method} drafts from no prediction; leave --prediction out, or -m.")
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
@@ -77,19 +78,19 @@ def generate(
         raise typer.Exit(130)
 
 
-def _configured(vlm: VLM, named: str | None, sampling: dict[str, Any]) -> dict[str, Any]:
+def _configured(vlm: VLM, given: str | None, sampling: dict[str, Any]) -> dict[str, Any]:
     """Return the drafter's folder or hub id, its head's name, every option of the method, and what runs."""
     from saccade import methods
     from saccade.loading import name_of
     from saccade.pocket import head_path
 
-    drafter = draft_dtype = None
+    drafter = dtype = None
     if vlm.head is not None:
-        drafter, draft_dtype = named or str(head_path(vlm.head.kind)), _name(next(vlm.head.parameters()).dtype)
+        drafter, dtype = given or str(head_path(vlm.head.kind)), _name(next(vlm.head.parameters()).dtype)
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
-        drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
+        drafter, dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
     chosen = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
-    dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "weights": vlm.target.weights}
+    dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": dtype, "weights": vlm.target.weights}
     return {**chosen, **dtypes, "exact": vlm.target.exact, "executor": vlm.target.executor.name, "sampling": sampling}
 
 
@@ -142,7 +143,7 @@ def demo(
         raise InputError(f"Cannot save the picture as {save}: {problem}; give --save a file.") from problem
     screen.show(f"A {task}: {save} (draw it again with --task {task} --seed {seed})")
 
-    ours = screen.load_models("pocket", None, method, dtype=dtype, **chain)
+    ours = screen.load_models(ModelSpec("pocket", method=method, dtype=dtype, options=chain))
     plain = ours.using("plain")
     with screen.waiting("Warming up"):
         for vlm in (plain, ours):

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -17,13 +18,13 @@ from typer.models import OptionInfo
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
 from saccade.methods import METHODS, check
-from saccade.options import EXECUTORS, STORED
+from saccade.model_spec import ModelSpec
+from saccade.options import in_tables
 from saccade.wording import parse_value, renamed
 
 if TYPE_CHECKING:
     from saccade.ray_cluster import Places
     from saccade.resumable import Worker
-    from saccade.vlm import VLM
 
 T = TypeVar("T")
 
@@ -58,28 +59,22 @@ def set_options(options: Any) -> dict[str, Any]:
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every parameter of a command that is a group by the group's options."""
-    hints = get_type_hints(command)
-    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "OPTIONS")}
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: _group_of(hint) for name, hint in hints.items()}
     parameters = list[inspect.Parameter]()
     for name, parameter in inspect.signature(command).parameters.items():
-        options, types = {name: parameter.default}, hints
-        if name in groups:
-            options, types = groups[name].OPTIONS, get_type_hints(groups[name])
-        for each, value in options.items():
-            if isinstance(value, OptionInfo) and not any(word.startswith("--") for word in value.param_decls or ()):
-                value.param_decls = (f"--{each.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
-            parameters.append(
-                inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[each])
-            )
+        made, options = groups[name]
+        parameters += options if made else [_parameter(name, parameter.default, hints[name])]
 
     @functools.wraps(command)
     def spread_command(**values: Any) -> None:
         try:
-            for name, kind in groups.items():
-                values[name] = kind(**{each: values.pop(each) for each in kind.OPTIONS})
+            for name, (made, options) in groups.items():
+                if made is not None:
+                    values[name] = made(**{each.name: values.pop(each.name) for each in options})
             command(**values)
         except SaccadeError as problem:
-            if DecodingOptions not in groups.values():  # others' names are keys of files
+            if DecodingOptions not in hints.values():  # others' names are keys of files
                 raise
             raise SaccadeError(renamed(str(problem), NAMES)) from problem
 
@@ -89,17 +84,31 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return spread_command
 
 
+def _group_of(hint: Any) -> tuple[Callable[..., Any] | None, list[inspect.Parameter]]:
+    """Return what makes a group of its options, and these as parameters of a command; None for a single option."""
+    if getattr(hint, "__origin__", None) is ModelSpec:
+        return _models, _model_options(hint.__metadata__)
+    types = get_type_hints(hint) if hasattr(hint, "OPTIONS") else {}
+    options = [_parameter(name, value, types[name]) for name, value in getattr(hint, "OPTIONS", {}).items()]
+    return hint if types else None, options
+
+
+def _parameter(name: str, default: Any, kind: Any) -> inspect.Parameter:
+    if isinstance(default, OptionInfo) and not any(word.startswith("--") for word in default.param_decls or ()):
+        default.param_decls = (f"--{name.rstrip('_').replace('_', '-')}", *(default.param_decls or ()))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
 def method_names(incomplete: str) -> list[tuple[str, str]]:
     """Complete the last method of a list with commas in a shell, without loading torch."""
     before, comma, last = incomplete.rpartition(",")
     return [(f"{before}{comma}{name}", each.summary) for name, each in METHODS.items() if name.startswith(last)]
 
 
-def settings(pairs: Sequence[str] | None, store: str | None = None) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` pairs, numbers and true and false as such, beside the option ``store``."""
+def settings(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` pairs, numbers and true and false as such."""
     split = split_pairs(pairs, "--set", "NAME=VALUE, such as gamma=7,")
-    parsed = {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
-    return parsed if store is None else {**parsed, "store": store}
+    return {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
 
 
 def split_pairs(pairs: Sequence[str] | None, name: str, form: str) -> dict[str, str]:
@@ -132,65 +141,66 @@ def place_of(model: str) -> str:
     return str(target_path()) if model == "pocket" else model
 
 
-@group("Models")
-class TargetOptions:
-    target: str | None = option(None, "Folder, hub id, profile of `saccade tune`, or `pocket`.", "-t", metavar="PATH")
-    dtype: str = option("auto", "float32, bfloat16, float16 or auto: as stored, or float32 where that is as fast.")
-    device: str | None = option(None, "cpu, cuda:1, auto, or tp, fsdp: split over processes.", callback=_device)
-    threads: int | None = option(None, "CPU threads; by default the idle cores, where steps are faster by them.")
-
-    def named(self) -> str:
-        """Return the target, which must be named."""
-        if self.target is None:
-            raise InputError("No model is named; give a checkpoint folder or a hub id with --target, or pocket.")
-        return self.target
-
-    def or_pocket(self) -> Self:
-        """Return these options with the built-in pair where no target is named."""
-        return replace(self, target=self.target or "pocket")
+_FORMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "target": (("-t",), {"metavar": "PATH"}),
+    "device": ((), {"callback": _device}),
+    "drafter": (("-d",), {"metavar": "PATH"}),
+    "heads": (("--head",), {"metavar": "[NAME=]FOLDER"}),
+    "method": (("-m",), {"autocompletion": method_names}),
+    "options": (("--set",), {"metavar": "NAME=VALUE"}),
+}
+"""Names and settings of options of a `ModelSpec` that its fields do not have."""
+PANEL = {"rich_help_panel": "Models"}
 
 
-@group("Models")
-class PairOptions(TargetOptions):
-    drafter: str | None = option(None, "A smaller model of the same tokenizer, or a head.", "-d", metavar="PATH")
-    head: list[str] | None = option(None, "Another trained head; may be repeated.", metavar="[NAME=]FOLDER")
-    draft_dtype: str | None = option(None, "Of the drafter; by default as stored, or float32 on a CPU.")
-    exact: bool = option(False, "Exact mode: plain decoding's tokens in every number format; slower.")
-    executor: str = option("auto", f"What runs the decoders: {', '.join(EXECUTORS)}.")
-    weights: str = option(STORED, "Of the target's decoder: stored, or int8, which changes answers.")
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `saccade.load`."""
-        arguments = {"method": None, **asdict(self), "target": self.named()}
-        arguments["heads"] = screen.heads_by_name(arguments.pop("head") or [])
-        arguments["device_map"] = arguments.pop("device")
-        return arguments | settings(arguments.pop("set_", None), arguments.pop("suffix_store", None))
-
-    def check(self, complete: bool = True) -> None:
-        """Report every mistake that shows before weights are read; ``complete``: whether these have to be there."""
-        from saccade.vlm import check
-
-        screen.quiet_libraries()
-        check(**self.arguments(), complete=complete)
-
-    def load(self) -> VLM:
-        """Load the models."""
-        return screen.load_models(**self.arguments())
+TargetOptions = Annotated[ModelSpec, "target", "dtype", "device", "threads"]
+PairOptions = Annotated[TargetOptions, "drafter", "heads", "draft_dtype", "exact", "executor", "weights"]
+ModelOptions = Annotated[PairOptions, "method", "options"]
+"""Models, and the fields of a `ModelSpec` that are options of a command."""
 
 
-@group("Models")
-class ModelOptions(PairOptions):
-    method: str | None = option(None, "See `saccade methods`; by default what fits.", "-m", autocompletion=method_names)
-    set_: list[str] | None = option(None, "An option of the method, such as `gamma=7`.", metavar="NAME=VALUE")
-    suffix_store: str | None = option(None, "Earlier answers of method `suffix`, kept across runs.", metavar="FILE")
+def _model_options(names: Sequence[str]) -> list[inspect.Parameter]:
+    """Return fields of a `ModelSpec` as options; one that is a table gets an entry each time that it is given."""
+    hints, parameters = get_type_hints(ModelSpec, include_extras=True), list[inspect.Parameter]()
+    for name in names:
+        entry = ModelSpec.__dataclass_fields__[name]
+        words, form = _FORMS.get(name, ((), {}))
+        kind, meaning = in_tables(hints[name])
+        kind = kind if entry.default_factory is MISSING else list[str] | None
+        default = None if entry.default is MISSING else entry.default
+        parameters.append(_parameter(name, option(default, meaning, *words, **PANEL, **form), kind))
+    if "options" in names:
+        meaning = "Earlier answers of method `suffix`, kept across runs."
+        store = option(None, meaning, "--suffix-store", metavar="FILE", **PANEL)
+        parameters.append(_parameter("store", store, str | None))
+    return parameters
 
-    def __post_init__(self) -> None:
-        check(self.method, self.settings)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Options of the method."""
-        return settings(self.set_, self.suffix_store)
+def _models(heads: Sequence[str] | None = None, options: Sequence[str] | None = None, **values: Any) -> ModelSpec:
+    store = values.pop("store", None)
+    chosen = settings(options) | ({} if store is None else {"store": store})
+    check(values.get("method"), chosen)
+    return ModelSpec(**values, heads=heads_by_name(heads or ()), options=chosen)
+
+
+def named(models: ModelSpec) -> ModelSpec:
+    """Return models whose target must be named."""
+    if models.target is None:
+        raise InputError("No model is named; give a checkpoint folder or a hub id with --target, or pocket.")
+    return models
+
+
+def heads_by_name(heads: Sequence[str]) -> dict[str, str]:
+    """Return the folders by name, of FOLDER or NAME=FOLDER each."""
+    by_name: dict[str, str] = {}
+    for text in heads:
+        name, equals, folder = text.partition("=")
+        if not (equals and name and folder) or Path(text).is_dir():
+            name, folder = Path(text).expanduser().resolve().name, text
+        if name in by_name:
+            raise InputError(f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER.")
+        by_name[name] = folder
+    return by_name
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -259,7 +269,7 @@ class ActorOptions(RayOptions):
     @contextmanager
     def worker(
         self,
-        models: ModelOptions,
+        models: ModelSpec,
         kind: Callable[..., Worker],
         *arguments: Any,
         ahead: int = 2,
@@ -267,17 +277,16 @@ class ActorOptions(RayOptions):
     ) -> Iterator[Worker]:
         """Load the models here, or in actors on Ray; mistakes show before."""
         if self.ray is None:
-            yield kind(models.load(), *arguments)
+            yield kind(screen.load_models(models), *arguments)
             return
         from saccade.jobs.actors import ActorModels, actors
         from saccade.ray_cluster import connected, places
 
-        models.check()
-        loading = ActorModels(models.arguments())
+        screen.check_models(models)
         with connected(self.ray, self.actors) as cluster:
             with_gpu = models.device != "cpu" and models.target != "pocket"
             room = places(cluster, self.actors, models.threads, with_gpu=with_gpu)
-            with actors(cluster, room, loading, kind, (*arguments, *shares(room)), ahead=ahead) as worker:
+            with actors(cluster, room, ActorModels(models), kind, (*arguments, *shares(room)), ahead=ahead) as worker:
                 yield worker
 
 

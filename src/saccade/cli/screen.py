@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from saccade.errors import InputError, SaccadeWarning
+from saccade.errors import SaccadeWarning
 from saccade.wording import duration
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
+    from saccade.model_spec import ModelSpec
     from saccade.output import Chunk, Mark, Output
     from saccade.stream import Stream
     from saccade.vlm import VLM
@@ -131,18 +132,26 @@ def check_media(image: Sequence[str] = (), video: Sequence[str] = ()) -> None:
         read_source(file, "video")
 
 
-def load_models(*models: Any, **options: Any) -> VLM:
-    """Call `saccade.load` behind a spinner; of warnings, only Saccade's are shown."""
+def check_models(models: ModelSpec, complete: bool = True) -> None:
+    """Report every mistake that shows before weights are read; ``complete``: whether these have to be there."""
+    from saccade.vlm import check
+
+    quiet_libraries()
+    check(models, complete)
+
+
+def load_models(models: ModelSpec) -> VLM:
+    """Load models behind a spinner; of warnings, only Saccade's are shown."""
     if not sys.warnoptions:
         _shown.clear()
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", SaccadeWarning)
         warnings.showwarning = _show_once  # type: ignore[assignment]
     with waiting("Loading the models"):
-        from saccade import load
+        from saccade.vlm import check
 
         quiet_libraries()
-        return load(*models, **options)
+        return check(models)()
 
 
 def sampled(defaults: Any, options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
@@ -187,19 +196,6 @@ def _show_once(message: Any, category: Any, filename: str, lineno: int, *_: Any)
     if issubclass(category, SaccadeWarning) and (filename, lineno) not in _shown:
         _shown.add((filename, lineno))
         warn(str(message))
-
-
-def heads_by_name(heads: list[str]) -> dict[str, str]:
-    """Return the folders by name, of FOLDER or NAME=FOLDER each."""
-    named: dict[str, str] = {}
-    for text in heads:
-        name, equals, folder = text.partition("=")
-        if not (equals and name and folder) or Path(text).is_dir():
-            name, folder = Path(text).expanduser().resolve().name, text
-        if name in named:
-            raise InputError(f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER.")
-        named[name] = folder
-    return named
 
 
 _LOOKS: dict[Mark, tuple[str, str, str]] = {  # colour, and brackets where the terminal has no colours

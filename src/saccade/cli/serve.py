@@ -9,6 +9,7 @@ from pathlib import Path
 from saccade.cli import screen
 from saccade.cli.option_groups import ModelOptions, RayOptions, group, option
 from saccade.errors import InputError
+from saccade.model_spec import ModelSpec
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -56,22 +57,19 @@ def serve(
     from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
     from saccade.serve.configuration import plan as describe
 
-    entry = {"name": name, **asdict(models), "exact": models.exact or None, "options": models.settings}
-    entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
-    entry["adapters"] = dict(text.partition("=")[::2] for text in lora)
-    if len(entry["adapters"]) < len(lora):
+    adapters = dict(text.partition("=")[::2] for text in lora)
+    if len(adapters) < len(lora):
         raise InputError("Two adapters have the same name; give every --lora NAME=FOLDER another one.")
-    del entry["set_"], entry["suffix_store"]
     if config is None and models.target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
-    if config is not None and (name is not None or lora or models != ModelOptions()):
+    if config is not None and (name is not None or lora or models != ModelSpec(None)):
         raise InputError(f"--name and options of models are for a --target; the models of {config} have their own.")
 
     def read() -> ServerConfig:
         if config is not None:
             base = read_config(Path(config))
         else:
-            base = ServerConfig((ModelEntry(**{key: value for key, value in entry.items() if value is not None}),))
+            base = ServerConfig((ModelEntry(**{**vars(models), "adapters": adapters}, name=name or ""),))
         server = {name: value for name, value in asdict(chosen).items() if name not in ("ray", "replicas")}
         limits = {name: server.pop(name) for name in ("max_rows", "max_queue", "kv_memory_mib")}
         return override(base, server, limits)

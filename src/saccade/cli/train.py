@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import TargetOptions, group, option, place_of, settings
+from saccade.cli.option_groups import TargetOptions, group, named, option, place_of, settings
 from saccade.draft.heads.registry import check_recipe
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
+from saccade.model_spec import ModelSpec
 from saccade.wording import count
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def train(
     - `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
     - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t TARGET --device fsdp --data answers -o head`
     """
-    models.named()
+    named(models)
     if chosen.resume not in ("auto", "never"):
         raise InputError(f"--resume takes auto or never, not {chosen.resume!r}.")
     if on_bad_line not in ("stop", "skip"):
@@ -82,7 +83,7 @@ def train(
 
         screen.quiet_libraries()
         on = memory_plan.preset(preset)
-        print(forecast(steps, place_of(models.named()), data, on, fitted, models.dtype, throughput))
+        print(forecast(steps, place_of(models.target), data, on, fitted, models.dtype, throughput))
         return
     if throughput is not None:
         raise InputError("--throughput is for --plan with --preset; without a preset --plan measures it.")
@@ -100,7 +101,7 @@ def train(
 
 
 def _run(
-    recipe: Recipe, models: TargetOptions, data: Path, out: Path, chosen: TrainerOptions, plan: bool, skips: bool
+    recipe: Recipe, models: ModelSpec, data: Path, out: Path, chosen: TrainerOptions, plan: bool, skips: bool
 ) -> None:
     """Train or plan in this process, together with the others of the run."""
     with screen.waiting("Starting"):
@@ -119,8 +120,7 @@ def _run(
     if plan:
         recipe = replace(recipe, feature_cache="none")
     threads = models.threads or torch.get_num_threads()  # must not change between stop and resume
-    placing = {"dtype": models.dtype, "device_map": models.device, "threads": threads}
-    vlm = screen.load_models(models.named(), None, "plain", **placing)
+    vlm = screen.load_models(replace(models, method="plain", threads=threads))
     limits = {"min_words": recipe.min_words, "max_tokens": recipe.max_tokens}
     source = Answers(data, vlm.processor, on_bad_line="skip" if skips else "stop", **limits)
     trainer = Trainer(vlm.target, recipe, source, out, processor=vlm.processor, say=screen.note, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,9 +17,10 @@ from typing import Any
 
 from saccade.errors import SaccadeError
 from saccade.jobs.job import sentence_of
+from saccade.model_spec import ModelSpec
 from saccade.ray_cluster import Places, limit_threads
 from saccade.resumable import Finished, Pending, Worker
-from saccade.vlm import VLM, load
+from saccade.vlm import VLM, check
 from saccade.wording import differences, shortened
 
 HOPELESS = 4
@@ -32,7 +33,7 @@ _LOST_IN_A_ROW = 6  # actors that may be lost without an answer in between, per 
 class ActorModels:
     """Models and method that every actor loads by itself."""
 
-    arguments: Mapping[str, Any]  # of `saccade.load`; folders must exist on every machine
+    spec: ModelSpec  # folders must exist on every machine
     folder: str = field(default_factory=os.getcwd)  # to which paths are relative
 
     def load(self) -> VLM:
@@ -43,8 +44,8 @@ class ActorModels:
                 f"A machine of the cluster lacks the folder {self.folder} ({problem.strerror}); start in a folder that "
                 "all machines share."
             ) from None
-        vlm = load(**self.arguments)
-        limit_threads(vlm, self.arguments.get("threads"))
+        vlm = check(self.spec)()
+        limit_threads(vlm, self.spec.threads)
         return vlm
 
 

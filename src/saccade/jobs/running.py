@@ -130,9 +130,8 @@ def batch_file(
         seed,
         options,
     )
-    survey = preview(job, path, retry_failed)
     attempt = Attempt(max_rows, workers, retry_failed, max_failures)
-    return run(ItemWorker(vlm, job, attempt), job, survey, path, attempt, progress)
+    return run(ItemWorker(vlm, job, attempt), job, preview(job, path, retry_failed), path, attempt, progress)
 
 
 def run(

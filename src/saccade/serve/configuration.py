@@ -15,7 +15,8 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.prefill import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
-from saccade.options import STORED, check_keys, make
+from saccade.model_spec import ModelSpec
+from saccade.options import check_keys, make
 from saccade.target_model.media_cache import MEDIA_BYTES
 
 if TYPE_CHECKING:
@@ -74,22 +75,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class ModelEntry:
-    target: str  # checkpoint folder, hub id or `pocket`
+class ModelEntry(ModelSpec):
+    """A served model."""
+
     name: str = ""  # of the model in requests; the target as given when empty
-    drafter: str | None = None
-    heads: Mapping[str, Any] = field(default_factory=dict)
-    head: str | None = None
-    adapters: Mapping[str, Any] = field(default_factory=dict)  # LoRAs by the names by which requests choose them
-    method: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    draft_dtype: str | None = None
-    device: str | None = None
-    threads: int | None = None
-    exact: bool = False
-    executor: str = "auto"
-    weights: str = STORED
     profiles: Mapping[str, Any] = field(default_factory=dict)  # further named settings that a request may choose
     open_methods: bool = True  # whether requests may choose any method that fits, with options of their own
 
@@ -117,23 +106,7 @@ class ModelEntry:
                 )
             with _naming(f"{where}: "):
                 methods.options(profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")})
-        return check(
-            self.target,
-            self.drafter,
-            self.method,
-            heads=dict(self.heads),
-            head=self.head,
-            adapters=dict(self.adapters),
-            dtype=self.dtype,
-            draft_dtype=self.draft_dtype,
-            device_map=self.device,
-            threads=self.threads,
-            exact=self.exact,
-            executor=self.executor,
-            weights=self.weights,
-            complete=complete,
-            **self.options,
-        )
+        return check(self, complete)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
-from saccade.loading import draft_dtype
+from saccade.loading import fastest_dtype
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity
 from saccade.train.data import Source
@@ -59,7 +59,7 @@ class EngineMeasure:
     def __call__(self, module: Any) -> float:
         """Return tokens per target forward over all prompts; the module does not change."""
         mirror = deepcopy(module).to(self._target.device, self._target.dtype).requires_grad_(False)
-        mirror = mirror.to(draft_dtype(mirror)).eval()  # as `saccade.load` has it
+        mirror = mirror.to(fastest_dtype(mirror)).eval()  # as `saccade.load` has it
         engine = Engine(self._target, self._drafter(mirror))
         emitted, passes = 0, 0
         for start in range(0, len(self.prompts), self._rows):

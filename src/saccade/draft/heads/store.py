@@ -26,7 +26,7 @@ from saccade.draft.heads.published.released import (
 )
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
+from saccade.loading import fastest_dtype, file_of, is_on_hub, path_of, refuse_code
 from saccade.target_model.adapter import Target
 
 WEIGHTS = "model.safetensors"
@@ -48,7 +48,7 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     head, weights = read_head(folder, TargetShape.of(target))
     head.load_state_dict(weights, assign=True)
     head = head.to(target.device)
-    return head.to(dtype or draft_dtype(head, target.dtype)).eval()
+    return head.to(dtype or fastest_dtype(head, target.dtype)).eval()
 
 
 def read_head(
