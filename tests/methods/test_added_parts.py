@@ -17,7 +17,7 @@ from saccade import methods
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.draft.trees.policy import Chain
 from saccade.errors import MethodError
-from saccade.methods.settings import ADDED, CHOICES, GROUPS, RULES, TREES
+from saccade.methods.settings import CHOICES, GROUPS, RULES, TREES
 from saccade.pocket import draw
 from saccade.verify.loose import RandomLoosening
 
@@ -40,7 +40,7 @@ class Forgiving(RandomLoosening):
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    tables: list[dict[Any, Any]] = [HEAD_KINDS, methods.METHODS, ADDED, GROUPS, RULES, TREES, *CHOICES.values()]
+    tables: list[dict[Any, Any]] = [HEAD_KINDS, methods.METHODS, GROUPS, RULES, TREES, *CHOICES.values()]
     before = [dict(table) for table in tables]
     yield
     for table, content in zip(tables, before, strict=True):

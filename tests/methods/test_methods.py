@@ -131,5 +131,5 @@ def test_every_option_is_listed_with_its_meaning() -> None:
         assert all(option.meaning for _, rows in groups for _, _, option in rows), name
     listed = {n for brings, rows in table(METHODS["chain"].settings) for n, _, _ in rows}
     assert listed == {n for group, rows in GROUPS.items() if group not in ("lookup", "suffix") for n in rows}
-    assert all(not (set(TREES[tree]) & {"tree", "rule"}) for tree in TREES)
+    assert all(not (set(TREES[tree].options) & {"tree", "rule"}) for tree in TREES)
     assert all(about(brings) for brings, _ in table(METHODS["chain"].settings) if brings)

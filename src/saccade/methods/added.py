@@ -8,7 +8,7 @@ from typing import Any
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError
 from saccade.methods.registry import METHODS, of_head
-from saccade.methods.settings import ADDED, CHOICES, GROUPS, RULES, TREES
+from saccade.methods.settings import CHOICES, GROUPS, RULES, TREES, Part
 from saccade.options import Option
 
 
@@ -48,14 +48,12 @@ def add_rule(name: str, rule: type[Any]) -> None:
     _add("rule", name, rule, RULES)
 
 
-def _add(choice: str, name: str, added: type[Any], known: dict[str, dict[str, Option]]) -> None:
+def _add(choice: str, name: str, added: type[Any], known: dict[str, Part]) -> None:
     if not callable(getattr(added, "open", None)):
         raise MethodError(f"{choice}={name} must be a class with a method `open`, not {added!r}.")
     options = _options_of(added)
-    is_new = name not in known or ADDED.get((choice, name)) is added
-    _add_choice(choice, choice, name, is_new)
-    ADDED[choice, name] = added
-    known[name] = options
+    _add_choice(choice, choice, name, is_new=name not in known or known[name].maker is added)
+    known[name] = Part(added, added.__doc__ or "", options, getattr(added, "lossless", False))
     GROUPS[f"{choice}={name}"] = options
 
 

@@ -5,7 +5,7 @@ Parts that few methods use are imported when they are composed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, TreePolicy, branches_of
+from saccade.draft.trees.policy import SPECVLM_TREE, StaticTree, TreePolicy
 from saccade.engine import Engine
 from saccade.engine.costs import Pacer
 from saccade.files import expanded
 from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import is_assistant
-from saccade.methods.settings import ADDED, LOSSLESS_RULE, RULES, TREES
+from saccade.methods.settings import LOSSLESS_RULE, RULES, TREES
 from saccade.options import SuffixOptions, options_of
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import Rule
@@ -198,41 +198,18 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
 
 def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     """The tree policy that resolved options choose; ``reach``: most levels of the static tree."""
-    tree = values["tree"]
-    options = {name: values[name] for name in TREES[tree]}
-    if tree == "sage":
-        from saccade.draft.trees.sage import SageTree
-
-        return SageTree(**options)
-    if tree in ("dynamic", "width"):
-        from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-
-        return DynamicTree(**options) if tree == "dynamic" else WidthTree(**options)
-    if tree == "oneshot":
-        from saccade.draft.trees.oneshot import OneShotTree
-
-        return OneShotTree(**options)
-    if tree == "static":
+    if values["tree"] == "static":
         return StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach])
-    makers: dict[str, Callable[..., TreePolicy]] = {"branches": branches_of, "confident": ConfidentChain}
-    return (ADDED.get(("tree", tree)) or makers.get(tree, Chain))(**options)
+    policy: TreePolicy = TREES[values["tree"]].make(values)
+    return policy
 
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
-    rule = values["rule"]
-    if rule == LOSSLESS_RULE:
+    if values["rule"] == LOSSLESS_RULE:
         return None
-    options = {name: values[name] for name in RULES[rule]}
-    if (added := ADDED.get(("rule", rule))) is not None:
-        if "special_ids" in getattr(added, "__dataclass_fields__", {}):
-            options["special_ids"] = special_ids
-        made: Rule = added(**options)
-        return made
-    from saccade.verify.loose import FLy, LVSpec, RandomLoosening
-
-    makers: dict[str, Callable[..., Rule]] = {"lvspec": LVSpec, "fly": FLy, "random": RandomLoosening}
-    return makers[rule](**options, special_ids=special_ids)
+    rule: Rule = RULES[values["rule"]].make(values, special_ids=special_ids)
+    return rule
 
 
 def pruning_of(values: Values) -> Pruning:

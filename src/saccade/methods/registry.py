@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError, SaccadeError
 from saccade.methods.settings import (
-    ADDED,
     ALIASES,
     LOSSLESS_RULE,
     RENAMED,
+    RULES,
     Needs,
     fit,
     known_options,
@@ -55,8 +55,7 @@ class Method:
 
 def is_lossless(values: Mapping[str, Any]) -> bool:
     """Whether resolved options preserve the target's output (distribution)."""
-    rule = values.get("rule", LOSSLESS_RULE)
-    return bool(rule == LOSSLESS_RULE or getattr(ADDED.get(("rule", rule)), "lossless", False))
+    return RULES[values.get("rule", LOSSLESS_RULE)].lossless
 
 
 def of_head(kind: str, head: HeadKind) -> Method:

@@ -7,7 +7,9 @@ that every accepted option has an effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from saccade import options as groups
@@ -17,27 +19,50 @@ from saccade.options import Option, options_of
 from saccade.wording import meant
 
 LOSSLESS_RULE = "exact"
-TREE_OPTIONS: dict[str, type] = {
-    "chain": groups.ChainOptions,
-    "branches": groups.BranchesOptions,
-    "confident": groups.ConfidentOptions,
-    "static": groups.NoOptions,
-    "dynamic": groups.DynamicOptions,
-    "width": groups.WidthOptions,
-    "oneshot": groups.OneShotOptions,
-    "sage": groups.SageOptions,
-    "paced": groups.PacedOptions,
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tree policy or an acceptance rule: what makes it, the sentence on it, and its options."""
+
+    maker: str | Callable[..., Any]  # imported from within `saccade` when it is first used
+    meaning: str
+    options: Mapping[str, Option]
+    lossless: bool = False  # of a rule
+
+    @classmethod
+    def of(cls, maker: str, group: type, lossless: bool = False) -> Part:
+        """Return a part with the options of a group."""
+        return cls(maker, group.__doc__ or "", options_of(group), lossless)
+
+    def make(self, values: Mapping[str, Any], **more: Any) -> Any:
+        """Return the part with its options of some values, and with what else its class has a field for."""
+        maker: Any = self.maker
+        if isinstance(maker, str):
+            module, _, name = f"saccade.{maker}".rpartition(".")
+            maker = getattr(import_module(module), name)
+        known = getattr(maker, "__dataclass_fields__", {})
+        options = {name: values[name] for name in self.options}
+        return maker(**options, **{name: value for name, value in more.items() if name in known})
+
+
+TREES: dict[str, Part] = {
+    "chain": Part.of("draft.trees.policy.Chain", groups.ChainOptions),
+    "branches": Part.of("draft.trees.policy.branches_of", groups.BranchesOptions),
+    "confident": Part.of("draft.trees.policy.ConfidentChain", groups.ConfidentOptions),
+    "static": Part.of("draft.trees.policy.StaticTree", groups.NoOptions),
+    "dynamic": Part.of("draft.trees.dynamic.DynamicTree", groups.DynamicOptions),
+    "width": Part.of("draft.trees.dynamic.WidthTree", groups.WidthOptions),
+    "oneshot": Part.of("draft.trees.oneshot.OneShotTree", groups.OneShotOptions),
+    "sage": Part.of("draft.trees.sage.SageTree", groups.SageOptions),
+    "paced": Part.of("draft.trees.policy.Chain", groups.PacedOptions),
 }
-RULE_OPTIONS: dict[str, type] = {
-    LOSSLESS_RULE: groups.NoOptions,
-    "lvspec": groups.LVSpecOptions,
-    "fly": groups.FLyOptions,
-    "random": groups.RandomOptions,
+RULES: dict[str, Part] = {
+    LOSSLESS_RULE: Part.of("", groups.NoOptions, lossless=True),  # of the decoding: greedy, or sampling
+    "lvspec": Part.of("verify.loose.LVSpec", groups.LVSpecOptions),
+    "fly": Part.of("verify.loose.FLy", groups.FLyOptions),
+    "random": Part.of("verify.loose.RandomLoosening", groups.RandomOptions),
 }
-TREES = {name: options_of(group) for name, group in TREE_OPTIONS.items()}
-"""Tree policy -> its options."""
-RULES = {name: options_of(group) for name, group in RULE_OPTIONS.items()}
-"""Acceptance rule -> its options; every rule but ``exact`` is lossy."""
 
 _MAX_NGRAM = Option(3, "longest n-gram that prompt lookup searches for", 1)
 CHOICES: dict[str, dict[str, Option]] = {
@@ -81,15 +106,12 @@ CHOICES: dict[str, dict[str, Option]] = {
         ),
     },
 }
-GROUPS: dict[str, dict[str, Option]] = {
+GROUPS: dict[str, Mapping[str, Option]] = {
     **CHOICES,
-    **{f"tree={name}": options for name, options in TREES.items()},
-    **{f"rule={name}": options for name, options in RULES.items()},
+    **{f"tree={name}": part.options for name, part in TREES.items()},
+    **{f"rule={name}": part.options for name, part in RULES.items()},
 }
 """Group -> its options. A group is in force when the choice in its name is made."""
-ADDED: dict[tuple[str, str], type[Any]] = {}
-"""Tree policies and rules that users have added, by ``tree`` or ``rule`` and name."""
-
 ALONE = ("lookup", "suffix", "grammar")
 """Drafters that have no tree policy."""
 ALIASES = {
@@ -166,8 +188,8 @@ def about(brings: str) -> str:
         if choice == brings:
             return sentence
     kind, _, name = brings.partition("=")
-    group = {"tree": TREE_OPTIONS, "rule": RULE_OPTIONS}.get(kind, {}).get(name) or ADDED.get((kind, name))
-    return (group.__doc__ or "").strip() if group else ""
+    part = {"tree": TREES, "rule": RULES}.get(kind, {}).get(name)
+    return part.meaning.strip() if part else ""
 
 
 def _default(settings: Mapping[str, Any], group: str, name: str, option: Option) -> Any:

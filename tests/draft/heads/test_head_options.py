@@ -19,7 +19,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Models
-from saccade.methods.settings import TREE_OPTIONS
+from saccade.methods.settings import TREES
 
 
 def parts_of(kind: str, **options: Any) -> tuple[Models, list[Request], list[int]]:
@@ -45,7 +45,7 @@ def test_a_new_medusa_head_guesses_the_target_s_own_next_token_again() -> None:
         assert torch.equal(head(x, step=step), x)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("options", [{}, *({"tree": tree} for tree in TREE_OPTIONS)])
+@pytest.mark.parametrize("options", [{}, *({"tree": tree} for tree in TREES)])
 def test_default_lengths_are_at_most_a_head_s_stacks(options: dict[str, str]) -> None:
     parts, requests, _ = parts_of("medusa", steps=2)
     (output,) = build("medusa", parts, **options).generate(requests, max_new_tokens=12)
