@@ -1,8 +1,13 @@
-"""Resolution of a `ModelSpec`: the method and the models that it comes to, and what is wrong with them."""
+"""From a `ModelSpec` to models that fit: the built-in pair, heads by name, the default method, and all checks.
+
+What is wrong shows before weights are read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,10 @@ import torch
 
 from saccade import cpu, methods
 from saccade.draft.assistant import check_assistant
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.store import kind_at, kind_in, load_head
+from saccade.errors import MethodError
 from saccade.files import is_profile
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import (
@@ -17,6 +26,8 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
+    drafts_by_mtp,
+    drafts_in_parallel,
     empty_model,
     fastest_dtype,
     is_assistant,
@@ -29,9 +40,10 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.lora import refuse_apart, with_lora
-from saccade.methods import drafters
+from saccade.methods.settings import GROUPS
 from saccade.model_spec import ModelSpec
 from saccade.profile import with_profile
+from saccade.target_model.adapter import Target
 from saccade.target_model.executor import check_executor
 from saccade.target_model.int8 import check_weights
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
@@ -80,27 +92,27 @@ def resolve(
     check_weights(spec.weights)
     if is_profile(spec.target):
         spec = with_profile(spec)
-    if not drafters.is_pocket(spec.target):
+    if not is_pocket(spec.target):
         if spec.device is None:
             spec = replace(spec, device=default_device())
         if spec.drafter is not None and isinstance(spec.target, (str, Path)):
             check_checkpoint(path_of(spec.target), weights=complete)  # before the drafter's, where both are missing
-    named = drafters.named(spec.drafter, spec.heads, complete)
-    options = drafters.completed(spec.method, spec.options, spec.drafter, drafters.kinds_of(named), spec.head)
-    target, drafter, heads = drafters.with_builtin(spec.target, spec.drafter, spec.method, options, named)
+    heads = named(spec.drafter, spec.heads, complete)
+    options = completed(spec.method, spec.options, spec.drafter, kinds_of(heads), spec.head)
+    spec = with_builtin(replace(spec, heads=heads, options=options))
     for dtype in (spec.dtype, spec.draft_dtype or "auto"):
         check_dtype(dtype)
     check_device(spec.device)
-    kinds = drafters.kinds_of(heads)
-    if not (processor or spec.method or drafter is not None or kinds):  # what the target has chooses the method
-        processor = _processor(target, complete)
-    method = spec.method or drafters.default(drafter, kinds, spec.head, options, processor and processor.config)
-    draft = None if drafters.is_head(drafter) else drafter
-    values = methods.options(method, options)
-    methods.fit(method, values, draft is not None, kinds, spec.head, has_drafter=drafter is not None)
-    adapters = {name: drafters.adapter_folder(folder) for name, folder in spec.adapters.items()}
-    spec = replace(spec, target=target, drafter=draft, method=method, heads=heads, adapters=adapters, options=options)
-    models = Resolved(spec, processor or _processor(target, complete), draft_processor)
+    kinds = kinds_of(spec.heads)
+    if not (processor or spec.method or spec.drafter is not None or kinds):  # then the target's checkpoint decides
+        processor = _processor(spec.target, complete)
+    method = spec.method or default(spec.drafter, kinds, spec.head, spec.options, processor and processor.config)
+    draft = None if is_head(spec.drafter) else spec.drafter
+    values = methods.options(method, spec.options)
+    methods.fit(method, values, draft is not None, kinds, spec.head, has_drafter=spec.drafter is not None)
+    adapters = {name: adapter_folder(folder) for name, folder in spec.adapters.items()}
+    spec = replace(spec, drafter=draft, method=method, adapters=adapters)
+    models = Resolved(spec, processor or _processor(spec.target, complete), draft_processor)
     models = _with_drafter(models, values.get("draft_with"), complete)
     config = models.processor.config
     check_processes(spec.device, config)
@@ -116,10 +128,10 @@ def _with_drafter(models: Resolved, drafts: str | None, complete: bool) -> Resol
     if drafts == "mtp":
         mtp_config(ours.config, name_of(target))
     elif drafts == "pard":
-        mask_token(drafters.config_of(draft))
+        mask_token(config_of(draft))
     if draft is None:
         return models
-    config = drafters.config_of(draft)
+    config = config_of(draft)
     if is_assistant(config):
         check_assistant(config, ours.config)
         theirs = ours
@@ -140,3 +152,158 @@ def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
     if not isinstance(source, (str, Path)):
         return source
     return load_model(path_of(source), dtype=dtype, device_map=device_map)
+
+
+POCKET = "pocket"
+
+
+def is_pocket(name: Any) -> bool:
+    """Whether a name is the built-in one and not an existing folder."""
+    return isinstance(name, str) and name == POCKET and not Path(name).is_dir()
+
+
+def only(drafter: Any, assistant_model: Any) -> Any:
+    """Return the drafter, which Hugging Face calls ``assistant_model``."""
+    if drafter is not None and assistant_model is not None:
+        raise MethodError("drafter and assistant_model are two names for the same; give one of them.")
+    return assistant_model if drafter is None else drafter
+
+
+def with_builtin(spec: ModelSpec) -> ModelSpec:
+    """Return a specification with folders in place of `pocket`, and with the built-in target's drafters.
+
+    Without a method these are the draft model and every shipped head, except heads whose name or kind is given; with
+    a method, the drafter that it needs, if neither drafter nor head is given.
+    """
+    from saccade.pocket import draft_path, head_path, head_paths, target_path
+
+    target, drafter, heads = spec.target, spec.drafter, dict(spec.heads)
+    if is_pocket(target):
+        target = str(target_path())
+        values = None if spec.method is None else methods.options(spec.method, spec.options)
+        needs = None if values is None else methods.needs(values)
+        if values is None:
+            taken = {*heads, *kinds_of(heads).values()}
+            heads |= {kind: folder for kind, folder in head_paths().items() if kind not in taken}
+        elif needs == "head" and drafter is None and not heads:
+            heads[values["draft_with"]] = head_path(values["draft_with"])
+        if drafter is None and needs in (None, "draft model"):
+            drafter = POCKET
+    return replace(spec, target=target, drafter=str(draft_path()) if is_pocket(drafter) else drafter, heads=heads)
+
+
+def adapter_folder(place: str | Path) -> str | Path:
+    """Return the folder or hub id of an adapter, which may be the built-in one."""
+    from saccade.pocket import adapter_path
+
+    return adapter_path() if is_pocket(place) else place
+
+
+AnyHead = str | Path | Head
+"""A loaded head, or its folder or hub id."""
+Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]
+
+
+def is_head(drafter: Any) -> bool:
+    """Whether a drafter is a head, or the folder of one."""
+    return isinstance(drafter, Head) or kind_in(drafter) is not None
+
+
+def named(drafter: Any, heads: Heads, weights: bool = True) -> dict[str, AnyHead]:
+    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
+
+    ``weights``: whether a draft model's have to be there.
+    """
+    by_name: dict[str, AnyHead] = {}
+    if is_head(drafter):
+        by_name[kind_of(drafter)] = drafter
+    elif isinstance(drafter, (str, Path)) and not is_pocket(drafter):
+        check_checkpoint(path_of(drafter), weights=weights)  # or a mistyped head would pass for a draft model
+    pairs: list[tuple[str, AnyHead]] = []
+    if isinstance(heads, Mapping):
+        pairs = list(heads.items())
+    else:
+        several = [heads] if isinstance(heads, (str, Path, Head)) else heads
+        pairs = [
+            (head.kind if isinstance(head, Head) else Path(path_of(head)).resolve().name, head) for head in several
+        ]
+    for name, head in pairs:
+        if name in by_name:
+            raise MethodError(
+                f"Two heads are named {name!r}; give one of them another name with heads={{NAME: FOLDER}} "
+                "(--head NAME=FOLDER on the command line)."
+            )
+        by_name[name] = head
+    return by_name
+
+
+def kind_of(head: AnyHead) -> str:
+    """Return the kind of a head, or of the one in a folder."""
+    return head.kind if isinstance(head, Head) else kind_at(path_of(head))
+
+
+def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
+    """Return name -> kind."""
+    return {name: kind_of(head) for name, head in heads.items()}
+
+
+def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None) -> dict[str, Head]:
+    """Load heads by name; every folder is read once."""
+    checked = check_dtype(dtype or "auto")
+    kind = checked if isinstance(checked, torch.dtype) else None
+
+    @cache
+    def read(folder: str) -> Head:
+        return load_head(folder, target, kind)
+
+    loaded: dict[str, Head] = {}
+    for name, head in heads.items():
+        if isinstance(head, Head):
+            loaded[name] = head
+        else:
+            path = path_of(head)
+            loaded[name] = read(str(Path(path).resolve()) if Path(path).exists() else path)
+    return loaded
+
+
+def config_of(drafter: Any) -> Any:
+    """Return the configuration of a loaded model, or of the one in a folder."""
+    return check_checkpoint(path_of(drafter), weights=False) if isinstance(drafter, (str, Path)) else drafter.config
+
+
+def completed(
+    method: str | None, options: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
+) -> dict[str, Any]:
+    """Return a method's options, with the given head as the drafter of a method that paces any (`auto`)."""
+    if method is None or "draft_with" in options or methods.get(method).settings.get("tree") != "paced":
+        return dict(options)
+    kind = kinds.get(head, head) if head is not None else kind_of(drafter) if is_head(drafter) else None
+    if kind is None and drafter is None:
+        kind = next(iter(kinds.values()), None)
+    return {**options, "draft_with": kind} if kind in HEAD_KINDS else dict(options)
+
+
+def default(
+    drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = (), config: Any = None
+) -> str:
+    """Return the default method: the kind of the head, if one is given and no draft model, and `pard` for its drafter.
+
+    ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given, except with
+    options of prompt lookup alone.
+    """
+    if head is not None and head in kinds:
+        return kinds[head]
+    if is_head(drafter):
+        return kind_of(drafter)
+    if drafter is None and kinds:
+        return next(iter(kinds.values()))
+    chosen = set(options)
+    copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "lookup_tokens" not in chosen
+    if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
+        return "mtp"
+    changes = {"draft_with", "views", *GROUPS["pruning"]}  # of what the draft model is and reads
+    if drafter is not None and not chosen & changes and drafts_in_parallel(config_of(drafter)):
+        return "pard"
+    if drafter is None:
+        return "prompt-lookup"
+    return "chain" if chosen & {"draft_with", "tree", "rule", "lookup_tokens", "views"} else "auto"

@@ -33,13 +33,11 @@ from saccade.inputs.processor import (
 )
 from saccade.loading import adapt
 from saccade.lora import adapted
-from saccade.methods import drafters
 from saccade.methods.compositions import Models
-from saccade.methods.drafters import Heads
 from saccade.model_spec import ModelSpec
 from saccade.options import STORED
 from saccade.output import Output
-from saccade.resolution import Resolved, resolve
+from saccade.resolution import Heads, Resolved, completed, kinds_of, only, read_heads, resolve
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
@@ -119,7 +117,7 @@ def load(
     parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters or {}}
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device": device_map, "threads": threads}
     running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
-    drafter = drafters.only(drafter, assistant_model)
+    drafter = only(drafter, assistant_model)
     spec = ModelSpec(target, drafter, method, **parts, **placing, **running, options=options)
     return check(spec)()
 
@@ -211,15 +209,15 @@ class VLM:
         if spec.drafter is not None:
             self.draft_model = adapt(spec.drafter, drafts=True, executor=spec.executor)
         self.draft_processor = models.draft_processor
-        self.heads: dict[str, Head] = drafters.read_heads(spec.heads, self.target, spec.draft_dtype)
+        self.heads: dict[str, Head] = read_heads(spec.heads, self.target, spec.draft_dtype)
         model = self.target.model
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Models(self.target, self.draft_model, models.vocabulary, special, self.draft_processor)
         self._compose(spec.method, spec.head, spec.options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
-        kinds = drafters.kinds_of(self.heads)
-        options = drafters.completed(method, options, self.draft_model, kinds, head)
+        kinds = kinds_of(self.heads)
+        options = completed(method, options, self.draft_model, kinds, head)
         self.method = method
         self._chosen = options
         self.options = methods.options(method, options)

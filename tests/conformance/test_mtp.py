@@ -20,6 +20,7 @@ from architectures import ARCHITECTURES
 from families import FAMILIES, FamilyCase, _text, reference_greedy
 from harness import proposals
 from mtp_kit import DELTA, KINDS, KINDS_APART, save, write
+from saccade import resolution
 from saccade.draft.heads.mtp import MtpDrafter, load_mtp
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.dynamic import DynamicTree
@@ -28,7 +29,6 @@ from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
-from saccade.methods import drafters
 from saccade.target_model.adapter import Target
 
 STATIC = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -203,8 +203,8 @@ def test_sampled_rows_follow_the_target(policy: str, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_chooses_the_method(target: Target) -> None:
-    assert drafters.default(None, {}, config=target.config) == "mtp"
-    assert drafters.default(None, {}, options=["max_ngram"], config=target.config) == "prompt-lookup"
+    assert resolution.default(None, {}, config=target.config) == "mtp"
+    assert resolution.default(None, {}, options=["max_ngram"], config=target.config) == "prompt-lookup"
 
 
 def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> None:
@@ -249,7 +249,7 @@ def test_a_layer_that_cannot_be_read_is_refused_and_leaves_the_default_unless_it
     weights = {names(name): weight for name, weight in load_file(file).items() if names(name)}
     save_file(weights, file, metadata={"format": "pt"})
     target = Target(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert drafters.default(None, {}, config=target.config) == default
+    assert resolution.default(None, {}, config=target.config) == default
     with pytest.raises(ModelError, match=words):
         load_mtp(target)
 

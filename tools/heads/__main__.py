@@ -10,8 +10,8 @@ import typer
 from saccade.cli import execute, screen
 from saccade.cli.option_groups import option
 from saccade.errors import InputError
-from saccade.methods.drafters import is_pocket
 from saccade.model_spec import ModelSpec
+from saccade.resolution import is_pocket
 from tools import SETTINGS
 
 app = typer.Typer(name="tools.heads", add_completion=False, rich_markup_mode="markdown")

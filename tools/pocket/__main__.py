@@ -177,7 +177,7 @@ def train_pair(
     """
     import torch
 
-    from saccade.methods.drafters import is_pocket
+    from saccade.resolution import is_pocket
     from tools.pocket.recipe import Recipe, quick_recipe
     from tools.pocket.stages import STAGES, run
 

@@ -19,8 +19,8 @@ from saccade.bench.runner import Mismatch, Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
-from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
+from saccade.resolution import is_pocket
 from saccade.wording import count, differences, duration, shortened
 from tools import SETTINGS
 from tools.heads.workshop import steps_of, usable_head

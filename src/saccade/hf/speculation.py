@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
 from transformers.utils.generic import TransformersKwargs
 
-from saccade import methods
+from saccade import methods, resolution
 from saccade.draft.drafter import Drafter
 from saccade.engine import Engine, Request
 from saccade.engine.row import check_options
@@ -22,10 +22,9 @@ from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
 from saccade.inputs.families import check, family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
-from saccade.methods import drafters
 from saccade.methods.compositions import Models
-from saccade.methods.drafters import AnyHead
 from saccade.output import Output
+from saccade.resolution import AnyHead
 
 
 def speculate(
@@ -56,7 +55,7 @@ def speculate(
     >>> torch.equal(faster, model.generate(ids, max_new_tokens=8, do_sample=False))
     True
     """
-    return Speculation(drafters.only(drafter, assistant_model), method, **options)
+    return Speculation(resolution.only(drafter, assistant_model), method, **options)
 
 
 class Speculation:
@@ -73,7 +72,7 @@ class Speculation:
     __signature__ = inspect.Signature()
 
     def __init__(self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any) -> None:
-        kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
+        kind = resolution.kind_of(drafter) if resolution.is_head(drafter) else None  # type: ignore[arg-type]
         if isinstance(drafter, (str, Path)) and kind is None:
             raise MethodError(
                 f"drafter={str(drafter)!r} is not a trained head; give the folder or hub id of one, or a loaded model, "
@@ -83,9 +82,9 @@ class Speculation:
         is_ready = drafter is not None and model is None and kind is None
         if is_ready and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
-        name = method or kind or drafters.default(model, {}, options=options)
+        name = method or kind or resolution.default(model, {}, options=options)
         kinds = {kind: kind} if kind else {}
-        options = drafters.completed(name, options, model, kinds)
+        options = resolution.completed(name, options, model, kinds)
         if not is_ready:
             values = methods.options(name, options)
             has = drafter is not None
@@ -183,9 +182,9 @@ class Speculation:
             self._engine = Engine(target, self._ready)
         else:
             special = methods.special_ids(model.config, model.generation_config)
-            head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
+            head = resolution.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
             parts = Models(target, self._draft_model, special_ids=special, head=head)
-            name = self._method or drafters.default(None, {}, options=self._options, config=model.config)
+            name = self._method or resolution.default(None, {}, options=self._options, config=model.config)
             self._engine = methods.build(name, parts, **self._options)
         return self._engine
 

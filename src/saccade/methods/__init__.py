@@ -1,7 +1,7 @@
 """Methods: named settings of one composition of drafter, tree, rule and pruning."""
 
 from saccade.methods.added import add_head, add_rule, add_tree
-from saccade.methods.registry import METHODS, Method, build, check, default, get, is_lossless, options, special_ids
+from saccade.methods.registry import METHODS, Method, build, check, get, is_lossless, options, special_ids
 from saccade.methods.settings import Needs, fit, known_options, needs
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "add_tree",
     "build",
     "check",
-    "default",
     "fit",
     "get",
     "is_lossless",

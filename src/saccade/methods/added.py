@@ -8,7 +8,7 @@ from typing import Any
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError
 from saccade.methods.registry import METHODS, of_head
-from saccade.methods.settings import CHOICES, GROUPS, RULES, TREES, Part
+from saccade.methods.settings import CHOICES, GROUPS, RULES, TREES, MethodPart
 from saccade.options import Option
 
 
@@ -48,12 +48,12 @@ def add_rule(name: str, rule: type[Any]) -> None:
     _add("rule", name, rule, RULES)
 
 
-def _add(choice: str, name: str, added: type[Any], known: dict[str, Part]) -> None:
+def _add(choice: str, name: str, added: type[Any], known: dict[str, MethodPart]) -> None:
     if not callable(getattr(added, "open", None)):
         raise MethodError(f"{choice}={name} must be a class with a method `open`, not {added!r}.")
     options = _options_of(added)
     _add_choice(choice, choice, name, is_new=name not in known or known[name].maker is added)
-    known[name] = Part(added, added.__doc__ or "", options, getattr(added, "lossless", False))
+    known[name] = MethodPart(added, added.__doc__ or "", options, getattr(added, "lossless", False))
     GROUPS[f"{choice}={name}"] = options
 
 

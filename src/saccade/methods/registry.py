@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -167,13 +167,6 @@ def get(name: str) -> Method:
     if name not in METHODS:
         raise MethodError(f"Unknown method {unknown_name(name, METHODS)} (see `saccade methods`).")
     return METHODS[name]
-
-
-def default(has_draft_model: bool, chosen: Iterable[str] = ()) -> str:
-    """Return the default method; ``chosen``: names of options, some of which need a draft tree in every step."""
-    if not has_draft_model:
-        return "prompt-lookup"
-    return "chain" if {"draft_with", "tree", "rule", "lookup_tokens", "views"} & set(chosen) else "auto"
 
 
 def options(name: str, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ LOSSLESS_RULE = "exact"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MethodPart:
     """A tree policy or an acceptance rule: what makes it, the sentence on it, and its options."""
 
     maker: str | Callable[..., Any]  # imported from within `saccade` when it is first used
@@ -31,7 +31,7 @@ class Part:
     lossless: bool = False  # of a rule
 
     @classmethod
-    def of(cls, maker: str, group: type, lossless: bool = False) -> Part:
+    def of(cls, maker: str, group: type, lossless: bool = False) -> MethodPart:
         """Return a part with the options of a group."""
         return cls(maker, group.__doc__ or "", options_of(group), lossless)
 
@@ -46,22 +46,22 @@ class Part:
         return maker(**options, **{name: value for name, value in more.items() if name in known})
 
 
-TREES: dict[str, Part] = {
-    "chain": Part.of("draft.trees.policy.Chain", groups.ChainOptions),
-    "branches": Part.of("draft.trees.policy.branches_of", groups.BranchesOptions),
-    "confident": Part.of("draft.trees.policy.ConfidentChain", groups.ConfidentOptions),
-    "static": Part.of("draft.trees.policy.StaticTree", groups.NoOptions),
-    "dynamic": Part.of("draft.trees.dynamic.DynamicTree", groups.DynamicOptions),
-    "width": Part.of("draft.trees.dynamic.WidthTree", groups.WidthOptions),
-    "oneshot": Part.of("draft.trees.oneshot.OneShotTree", groups.OneShotOptions),
-    "sage": Part.of("draft.trees.sage.SageTree", groups.SageOptions),
-    "paced": Part.of("draft.trees.policy.Chain", groups.PacedOptions),
+TREES: dict[str, MethodPart] = {
+    "chain": MethodPart.of("draft.trees.policy.Chain", groups.ChainOptions),
+    "branches": MethodPart.of("draft.trees.policy.branches_of", groups.BranchesOptions),
+    "confident": MethodPart.of("draft.trees.policy.ConfidentChain", groups.ConfidentOptions),
+    "static": MethodPart.of("draft.trees.policy.StaticTree", groups.NoOptions),
+    "dynamic": MethodPart.of("draft.trees.dynamic.DynamicTree", groups.DynamicOptions),
+    "width": MethodPart.of("draft.trees.dynamic.WidthTree", groups.WidthOptions),
+    "oneshot": MethodPart.of("draft.trees.oneshot.OneShotTree", groups.OneShotOptions),
+    "sage": MethodPart.of("draft.trees.sage.SageTree", groups.SageOptions),
+    "paced": MethodPart.of("draft.trees.policy.Chain", groups.PacedOptions),
 }
-RULES: dict[str, Part] = {
-    LOSSLESS_RULE: Part.of("", groups.NoOptions, lossless=True),  # of the decoding: greedy, or sampling
-    "lvspec": Part.of("verify.loose.LVSpec", groups.LVSpecOptions),
-    "fly": Part.of("verify.loose.FLy", groups.FLyOptions),
-    "random": Part.of("verify.loose.RandomLoosening", groups.RandomOptions),
+RULES: dict[str, MethodPart] = {
+    LOSSLESS_RULE: MethodPart.of("", groups.NoOptions, lossless=True),  # of the decoding: greedy, or sampling
+    "lvspec": MethodPart.of("verify.loose.LVSpec", groups.LVSpecOptions),
+    "fly": MethodPart.of("verify.loose.FLy", groups.FLyOptions),
+    "random": MethodPart.of("verify.loose.RandomLoosening", groups.RandomOptions),
 }
 
 _MAX_NGRAM = Option(3, "longest n-gram that prompt lookup searches for", 1)

@@ -15,7 +15,7 @@ from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head
 from saccade.errors import ModelError
-from saccade.methods.drafters import named, read_heads
+from saccade.resolution import named, read_heads
 from saccade.target_model.adapter import Target
 
 pytestmark = pytest.mark.formats

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints import ready
 from families import FAMILIES
 from heads_kit import LENGTH, Recording, prompts, random_head, recorded, target, trained_head
-from saccade import VLM, load
+from saccade import VLM, load, resolution
 from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
@@ -21,7 +21,6 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer, Trials
 from saccade.errors import MethodError
-from saccade.methods import drafters
 from saccade.output import Output
 
 
@@ -154,12 +153,12 @@ def test_a_head_that_is_right_drafts_long_chains_and_a_random_one_hardly_any() -
 
 def test_which_drafter_auto_takes() -> None:
     kinds = {"mine": "hivis", "eagle2": "eagle2"}
-    assert drafters.completed("auto", {}, None, kinds) == {"draft_with": "hivis"}
-    assert drafters.completed("auto", {}, None, kinds, "eagle2") == {"draft_with": "eagle2"}
-    assert drafters.completed("auto", {}, object(), kinds) == {}  # a draft model
-    assert drafters.completed("auto", {}, object(), kinds, "mine") == {"draft_with": "hivis"}
-    assert drafters.completed("auto", {"draft_with": "model"}, None, kinds) == {"draft_with": "model"}
-    assert drafters.completed("chain", {}, None, kinds) == {}
-    assert drafters.completed(None, {}, None, kinds) == {}
+    assert resolution.completed("auto", {}, None, kinds) == {"draft_with": "hivis"}
+    assert resolution.completed("auto", {}, None, kinds, "eagle2") == {"draft_with": "eagle2"}
+    assert resolution.completed("auto", {}, object(), kinds) == {}  # a draft model
+    assert resolution.completed("auto", {}, object(), kinds, "mine") == {"draft_with": "hivis"}
+    assert resolution.completed("auto", {"draft_with": "model"}, None, kinds) == {"draft_with": "model"}
+    assert resolution.completed("chain", {}, None, kinds) == {}
+    assert resolution.completed(None, {}, None, kinds) == {}
     with pytest.raises(MethodError, match="Unknown method"):
-        drafters.completed("swift", {}, None, kinds)
+        resolution.completed("swift", {}, None, kinds)

@@ -12,12 +12,12 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, hf, load, methods, pocket
+from saccade import VLM, MethodError, ModelError, hf, load, methods, pocket, resolution
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.model import ModelDrafter
-from saccade.methods import drafters
+from saccade.model_spec import ModelSpec
 
 QUESTION = "What is this?"
 
@@ -214,9 +214,10 @@ def meant(given: Given) -> tuple[str, str | None, dict[str, str]]:
     own = {"blind": saved("blind", "eagle2", text_only=True), "hivis": saved("hivis", "hivis")}
     drafter, method, heads = given
     drafter = str(own[drafter]) if drafter in own else drafter
-    named = drafters.named(drafter, {name: own[head] for name, head in heads.items()})
-    target, drafter, found = drafters.with_builtin("pocket", drafter, method, {}, named)
-    return Path(target).name, drafter and Path(drafter).name, {n: Path(str(f)).name for n, f in found.items()}
+    named = resolution.named(drafter, {name: own[head] for name, head in heads.items()})
+    found = resolution.with_builtin(ModelSpec("pocket", drafter, method, named))
+    drafter = found.drafter and Path(found.drafter).name
+    return Path(found.target).name, drafter, {n: Path(str(f)).name for n, f in found.heads.items()}
 
 
 @pytest.mark.parametrize(
@@ -269,9 +270,9 @@ def test_the_built_in_draft_model_serves_other_targets_and_a_folder_of_its_name_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     drafter = str(pocket.draft_path())
-    assert drafters.with_builtin("some/model", "pocket", None, {}, {}) == ("some/model", drafter, {})
+    assert resolution.with_builtin(ModelSpec("some/model", "pocket")) == ModelSpec("some/model", drafter)
     (tmp_path / "pocket").mkdir()
-    assert drafters.with_builtin("pocket", "pocket", None, {}, {}) == ("pocket", "pocket", {})
+    assert resolution.with_builtin(ModelSpec("pocket", "pocket")) == ModelSpec("pocket", "pocket")
 
 
 def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:
