@@ -26,20 +26,14 @@ from saccade.options import STORED
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
 
-SMALL = 50_000_000
-"""Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
+SMALL = 50_000_000  # parameters below which a drafter runs faster in float32 on a CPU, measured for layers 128-256 wide
 
 DTYPES = ("float32", "bfloat16", "float16")
-SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of device_map with which accelerate places the modules."""
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map that accelerate knows
 
 
 def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None) -> Any:
-    """Load a causal language model or an image-text-to-text model with all its weights; its code is never run.
-
-    ``dtype`` auto is the stored one, but on a CPU float32 for the built-in pair and where the stored format is not
-    faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target_model.sharding`).
-    """
+    """Load a language model or an image-text-to-text model with all its weights; arguments as of `saccade.load`."""
     config = check_checkpoint(path)
     stored = config.dtype or config.get_text_config(decoder=True).dtype
     dtype, device_map = check_dtype(dtype), check_device(device_map)
@@ -177,8 +171,7 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             return None
 
 
-MTP_KINDS = {"full_attention", "sliding_attention"}
-"""Types of layers of multi-token prediction that can draft."""
+MTP_KINDS = {"full_attention", "sliding_attention"}  # types of layers of multi-token prediction that can draft
 _APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")
 """Names of weights of multi-token prediction beside the decoder's layers, as in Qwen3.5, EXAONE and MiMo."""
 
@@ -211,11 +204,7 @@ def _stored_names(place: str | Path, has_single_file: bool) -> list[str]:
 
 
 def mtp_config(config: Any, place: str | Path) -> Any:
-    """Return the configuration of a checkpoint's first layer of multi-token prediction, the one that drafts.
-
-    Raises:
-        ModelError: unless the checkpoint has it, and it is attention over all tokens or over the nearest ones.
-    """
+    """Return the configuration of a checkpoint's first layer of multi-token prediction, if that can draft."""
     model = place or "this model"
     count, is_stored = mtp_layers(config, place)
     if not count:
@@ -342,11 +331,7 @@ def refuse_assistant(config: Any, name: str) -> None:
 
 
 def mask_token(config: Any) -> int:
-    """Return the token that a draft model reads in place of draft tokens (PARD).
-
-    Raises:
-        ModelError: the configuration names none, or one that is not a token of the model.
-    """
+    """Return the token that a draft model reads in place of draft tokens (PARD); `ModelError` without a usable one."""
     token, size = _named_mask(config), config.get_text_config(decoder=True).vocab_size
     if token is None:
         raise ModelError(
@@ -372,10 +357,7 @@ def _named_mask(config: Any) -> Any:
 
 
 def share_every_layer(config: Any) -> None:
-    """Let a configuration's class describe decoders all of whose layers attend to another model's entries.
-
-    transformers 5.23 refuses these, and with them every assistant.
-    """
+    """Let a configuration's class describe decoders without entries, as transformers 5.23 refuses to (assistants)."""
     text = type(config.get_text_config())
     try:
         getattr(config.get_text_config(), "kv_sharing_modes", None)  # absent from 5.17, which refuses none
@@ -397,10 +379,7 @@ def adapt(
     executor: str = "auto",
     weights: str = STORED,
 ) -> Target:
-    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
-
-    Assistants, which cannot run alone, are taken where they draft. Other arguments are as of `Target`.
-    """
+    """Return the `Target` of a loaded model, checked where the conformance suite does not cover it."""
     if not drafts:
         refuse_assistant(model.config, name_of(model))
     target = Target(model, executor, exact, base, weights)
@@ -448,8 +427,7 @@ def name_of(model: Any) -> str:
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
-_IS_OFFLINE = constants.HF_HUB_OFFLINE
-"""Whether the user works offline."""
+_IS_OFFLINE = constants.HF_HUB_OFFLINE  # whether the user works offline
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Options as dataclasses, checked and made from tables (TOML, JSON), and those that tree policies and rules inherit.
-
-They import nothing heavy, so that methods can be listed without loading torch.
-"""
+"""Options as dataclasses, checked and made from tables, without torch; those of tree policies and rules among them."""
 
 from __future__ import annotations
 

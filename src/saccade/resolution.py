@@ -1,7 +1,4 @@
-"""From a `ModelSpec` to models that fit: the built-in pair, heads by name, the default method, and all checks.
-
-What is wrong shows before weights are read.
-"""
+"""From a `ModelSpec` to models that fit each other, with every mistake that shows before weights are read."""
 
 from __future__ import annotations
 
@@ -59,11 +56,7 @@ class Resolved:
     vocabulary: int | None = None  # leading ids that target and draft model share
 
     def read(self) -> tuple[Resolved, list[int]]:
-        """Read the weights of models that are folders or hub ids.
-
-        Returns:
-            The loaded models, and the numbers of CPU threads between which their steps may choose.
-        """
+        """Return the models with their weights, and the numbers of CPU threads between which their steps may choose."""
         spec, draft_model = self.spec, None
         model = _model(spec.target, spec.dtype, spec.device)
         counts = cpu.use_threads(spec.threads, model.num_parameters()) if model.device.type == "cpu" else []
@@ -81,12 +74,7 @@ def resolve(
     processor: InputProcessor | None = None,
     draft_processor: InputProcessor | None = None,
 ) -> Resolved:
-    """Report every mistake that shows before weights are read.
-
-    Args:
-        complete: whether folders must have their weights.
-        processor, draft_processor: of models that are loaded; None: made from their checkpoints.
-    """
+    """Return models that fit; ``complete``: whether folders must have their weights; processors as of `VLM`."""
     cpu.check_threads(spec.threads)
     check_executor(spec.executor)
     check_weights(spec.weights)
@@ -170,11 +158,7 @@ def only(drafter: Any, assistant_model: Any) -> Any:
 
 
 def with_builtin(spec: ModelSpec) -> ModelSpec:
-    """Return a specification with folders in place of `pocket`, and with the built-in target's drafters.
-
-    Without a method these are the draft model and every shipped head, except heads whose name or kind is given; with
-    a method, the drafter that it needs, if neither drafter nor head is given.
-    """
+    """Return a specification with folders in place of `pocket`, and with the built-in drafters that it leaves open."""
     from saccade.pocket import draft_path, head_path, head_paths, target_path
 
     target, drafter, heads = spec.target, spec.drafter, dict(spec.heads)
@@ -199,8 +183,7 @@ def adapter_folder(place: str | Path) -> str | Path:
     return adapter_path() if is_pocket(place) else place
 
 
-AnyHead = str | Path | Head
-"""A loaded head, or its folder or hub id."""
+AnyHead = str | Path | Head  # a loaded head, or its folder or hub id
 Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]
 
 
@@ -210,10 +193,7 @@ def is_head(drafter: Any) -> bool:
 
 
 def named(drafter: Any, heads: Heads, weights: bool = True) -> dict[str, AnyHead]:
-    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
-
-    ``weights``: whether a draft model's have to be there.
-    """
+    """Return all heads by name; ``weights``: whether those of a draft model have to be there."""
     by_name: dict[str, AnyHead] = {}
     if is_head(drafter):
         by_name[kind_of(drafter)] = drafter
@@ -286,11 +266,7 @@ def completed(
 def default(
     drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = (), config: Any = None
 ) -> str:
-    """Return the default method: the kind of the head, if one is given and no draft model, and `pard` for its drafter.
-
-    ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given, except with
-    options of prompt lookup alone.
-    """
+    """Return the default method, as `saccade.load` describes it; ``config`` is the target's."""
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):

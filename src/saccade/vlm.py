@@ -123,10 +123,7 @@ def load(
 
 
 def check(spec: ModelSpec, complete: bool = True) -> Callable[[], VLM]:
-    """Report every mistake that shows before weights are read, and return the function that reads them.
-
-    ``complete``: whether folders must have their weights.
-    """
+    """Report every mistake that shows before weights are read, and return the function that reads them."""
     resolved = resolve(spec, complete)
 
     def read() -> VLM:

@@ -1,7 +1,4 @@
-"""The one composition behind every method: any drafter with any tree, rule and pruning.
-
-Parts that few methods use are imported when they are composed.
-"""
+"""The one composition behind every method: any drafter with any tree, rule and pruning; rare ones imported late."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Options of every choice that a method makes, their resolution, and the check of a method against loaded drafters.
-
-Drafter, tree, rule and pruning are chosen independently of each other. Each choice has options of its own (a group), so
-that every accepted option has an effect.
-"""
+"""Options of every choice that a method makes, in groups, and the check of a method against loaded drafters."""
 
 from __future__ import annotations
 
@@ -112,8 +108,7 @@ GROUPS: dict[str, Mapping[str, Option]] = {
     **{f"rule={name}": part.options for name, part in RULES.items()},
 }
 """Group -> its options. A group is in force when the choice in its name is made."""
-ALONE = ("lookup", "suffix", "grammar")
-"""Drafters that have no tree policy."""
+ALONE = ("lookup", "suffix", "grammar")  # drafters that have no tree policy
 ALIASES = {
     "num_assistant_tokens": "gamma",
     "num_speculative_tokens": "gamma",
@@ -279,10 +274,7 @@ def fit(
     has_drafter: bool = False,
     has_processor: bool = True,
 ) -> str | None:
-    """Return the name of the head that a method drafts with; None for a method without a head.
-
-    Of several heads of the method's kind, the default is the one named like the kind.
-    """
+    """Return the name of the head that a method drafts with, by default the one named like its kind; None for none."""
     needed, kind = needs(values), values.get("draft_with")
     if has_drafter and needed == "nothing":
         raise MethodError(f"Method {method} takes no drafter; leave it out, or choose another method.")
