@@ -24,8 +24,7 @@ from saccade.target_model.traits import ordinary_ids
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # files of an adapter's folder
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of `init_lora_weights` that leave the base as it is
-KNOWN = {
-    # about the adapter
+_ABOUT = (
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
@@ -33,26 +32,11 @@ KNOWN = {
     "peft_version",
     "revision",
     "task_type",
-    # of its modules and their weights
-    "alpha_pattern",
-    "bias",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_bias",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "target_parameters",
-    "use_dora",
-    "use_rslora",
-    # of training alone
-    "eva_config",
-    "init_lora_weights",
-    "lora_dropout",
-}
+)
+_MODULES = "bias", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules", "target_parameters"
+_WEIGHTS = "alpha_pattern", "fan_in_fan_out", "lora_alpha", "lora_bias", "r", "rank_pattern", "use_dora", "use_rslora"
+_TRAINING = "eva_config", "init_lora_weights", "lora_dropout"
+KNOWN = {*_ABOUT, *_MODULES, *_WEIGHTS, *_TRAINING}
 """Settings of PEFT that may have any value: what they change are modules, by weights of the adapter alone."""
 EMBEDDINGS = {"embed_tokens": "get_input_embeddings", "lm_head": "get_output_embeddings"}
 """Modules whose unchanged weight PEFT stores beside a LoRA on them, and the methods that return them."""

@@ -114,11 +114,22 @@ def load(
     for name in options.keys() - methods.known_options():
         if hint := meant(name, load.__annotations__, 0.8):
             raise MethodError(f"saccade.load has no argument {name}{hint}.")
-    parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters or {}}
-    placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device": device_map, "threads": threads}
-    running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
-    drafter = only(drafter, assistant_model)
-    spec = ModelSpec(target, drafter, method, **parts, **placing, **running, options=options)
+    spec = ModelSpec(
+        target,
+        only(drafter, assistant_model),
+        method,
+        heads,
+        head,
+        adapters or {},
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device=device_map,
+        threads=threads,
+        exact=exact,
+        executor=executor,
+        weights=weights,
+        options=options,
+    )
     return check(spec)()
 
 
@@ -128,7 +139,8 @@ def check(spec: ModelSpec, complete: bool = True) -> Callable[[], VLM]:
 
     def read() -> VLM:
         loaded, counts = resolved.read()
-        vlm = VLM.of(loaded)
+        vlm = VLM.__new__(VLM)
+        vlm._assemble(loaded)
         for each in (vlm.target, *vlm.adapters.values()):
             each.threads = StepThreads([] if loaded.spec.exact else counts)
         return vlm
@@ -182,17 +194,20 @@ class VLM:
         weights: str = STORED,
         **options: Any,
     ) -> None:
-        parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters or {}, "draft_dtype": draft_dtype}
-        running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
-        spec = ModelSpec(model, drafter, method, **parts, **running, options=options)
+        spec = ModelSpec(
+            model,
+            drafter,
+            method,
+            heads,
+            head,
+            adapters or {},
+            draft_dtype=draft_dtype,
+            exact=exact,
+            executor=executor,
+            weights=weights,
+            options=options,
+        )
         self._assemble(resolve(spec, processor=processor, draft_processor=draft_processor))
-
-    @classmethod
-    def of(cls, models: Resolved) -> VLM:
-        """Return the `VLM` of loaded models."""
-        vlm = cls.__new__(cls)
-        vlm._assemble(models)
-        return vlm
 
     def _assemble(self, models: Resolved) -> None:
         spec = models.spec

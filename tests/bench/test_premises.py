@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from saccade.bench.metrics import Array
 from saccade.bench.questions import gather
 from saccade.bench.suites import parse
 from saccade.cli import execute, screen
+from saccade.inputs.families import family_of
 from tools.results.expectations import PAPERS, auc, dream, hivis, lvspec, sage, tabed
 from tools.results.premises import app, lexicon
 from tools.results.probe import GAMMA, Answer, Moments, Probe, steps
@@ -161,10 +163,8 @@ def test_without_a_draft_vlm_the_rest_is_measured(pair: tuple[str, str], capsys:
 def test_a_target_without_pictures_and_wrong_prompts_are_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Blind:
-        target = type("", (), {"config": LlamaConfig()})
-
-    monkeypatch.setattr(screen, "load_models", lambda models: Blind)
+    blind = SimpleNamespace(target=SimpleNamespace(family=family_of(LlamaConfig())))
+    monkeypatch.setattr(screen, "load_models", lambda models: blind)
     assert run(capsys)[2] == (
         "saccade: The target takes no pictures, which the premises are about; give a VLM with --target.\n"
     )

@@ -2,12 +2,11 @@
 
 from saccade.methods.added import add_head, add_rule, add_tree
 from saccade.methods.registry import METHODS, Method, build, check, get, is_lossless, options, special_ids
-from saccade.methods.settings import Needs, fit, known_options, needs
+from saccade.methods.settings import fit, known_options, needs
 
 __all__ = [
     "METHODS",
     "Method",
-    "Needs",
     "add_head",
     "add_rule",
     "add_tree",
