@@ -1,9 +1,13 @@
-"""Files of the package that one `generate` crosses, functions that a step calls, and files that loading imports."""
+"""Files of the package that one `generate`, chat or job crosses, functions that a step calls, files that are imported."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,9 +15,13 @@ from typing import Any
 import pytest
 
 import saccade
+from media_files import data_uri
 from saccade import VLM
+from saccade.jobs import batch_file
 from saccade.pocket import draw
+from saccade.serve.configuration import ModelEntry
 from saccade.target_model.openvino_graph import missing
+from serve.live_server import asks, live
 
 CROSSED, IMPORTED = 26, 92
 """Most files that a warmed-up `generate` runs code of, and that `load("pocket")` imports."""
@@ -86,3 +94,52 @@ def test_a_pass_calls_few_functions(executor: str) -> None:
         (few, first), (many, last) = calls(vlm, 10), calls(vlm, 90)
         counted[method] = (many - few) / (last - first)
     assert {name: each for name, each in counted.items() if each > CALLS[executor][name]} == {}, counted
+
+
+# -- the server and jobs -----------------------------------------------------------------------------------
+
+CROSSED_BY_A_CHAT, CROSSED_BY_A_JOB = 38, 36
+"""Most files that a chat over HTTP with a picture runs code of in a warmed-up server, and a warmed-up `batch_file`."""
+
+
+@contextmanager
+def crossing() -> Iterator[set[str]]:
+    """Files of the package that this thread runs code of, and those that begin while the context is open."""
+    files = set[str]()
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+
+    threading.setprofile(record)
+    sys.setprofile(record)
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_one_chat_over_http_crosses_few_files() -> None:
+    vlm, sample = saccade.load("pocket", method="auto", dtype="float32", executor="lean"), draw(5, "chart")
+    picture = BytesIO()
+    sample.image.save(picture, "PNG")
+    body = {"messages": asks(sample.question, data_uri(picture.getvalue())), "max_tokens": 64}
+    with crossing() as files, live([(ModelEntry("pocket"), vlm)]) as server:
+        assert server.post({**body, "max_tokens": 16})[0] == 200
+        server.until(lambda: server.is_idle)
+        files.clear()
+        assert server.post(body)[0] == 200
+        crossed = set(files)
+    assert len(crossed) <= CROSSED_BY_A_CHAT, sorted(crossed)
+
+
+def test_one_batch_file_crosses_few_files(tmp_path: Path) -> None:
+    vlm = saccade.load("pocket", method="auto", dtype="float32", executor="lean")
+    for number in range(3):
+        draw(number, "chart").image.save(tmp_path / f"{number}.png")
+    for name in ("first", "second"):
+        with crossing() as files:
+            report = batch_file(vlm, str(tmp_path / "*.png"), tmp_path / name, prompt="What is it?", max_new_tokens=16)
+        assert report.answered == 3
+    assert len(files) <= CROSSED_BY_A_JOB, sorted(files)
