@@ -1,4 +1,4 @@
-"""Files of the package that one `generate`, chat or job crosses, functions that a step calls, files that are imported."""
+"""Files that one `generate`, chat or job crosses, functions that a step calls, and files that loading imports."""
 
 from __future__ import annotations
 
