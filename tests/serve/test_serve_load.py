@@ -59,7 +59,7 @@ def test_a_step_is_read_while_the_next_one_is_computed_where_a_device_computes(m
     bodies = [{**LONG, "messages": asks(f"Tell {n}."), "max_tokens": 12 + n, "logprobs": True} for n in range(3)]
     alike, during = [], list[bool]()
     for computes_beside in (False, True):
-        monkeypatch.setattr("saccade.serve.owner._computes_beside", lambda _, told=computes_beside: told)
+        monkeypatch.setattr("saccade.serve.owner._is_asynchronous", lambda _, told=computes_beside: told)
         with live() as server:
             owner = server.service.owner
 

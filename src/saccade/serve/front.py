@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
 from saccade.serve.refusals import Refusal, invalid, overloaded
-from saccade.serve.service import ClientGone, Gate, Message, Receive, Send, body_of, gone
+from saccade.serve.service import ClientGone, Gate, Message, Receive, Send, body_of, disconnected
 
 log = logging.getLogger("saccade.serve")
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
@@ -101,7 +101,7 @@ class Front:
 
     async def _until_gone(self, receive: Receive, work: Any) -> None:
         answering = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(gone(receive))
+        watching = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():

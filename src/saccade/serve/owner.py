@@ -1,8 +1,8 @@
-"""The one thread that owns all running batches, and the hand-over of requests and tokens.
+"""The owner: the one thread that runs all batches, and how requests reach it and tokens leave it.
 
-Every model and method that is in use has a *lane*, a running batch with a queue. The thread steps the lanes in turn. It
-never waits for a client: tokens are posted to the event loop, one call per step. Where a device computes, those of a
-step are posted while it computes the next one.
+Every model and method in use has a *lane*, a running batch with its queue. The thread steps the lanes in turn and never
+waits for a client: it posts the tokens of a step to the event loop in one call. On an accelerator, it does so while the
+device computes the next step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("saccade.serve")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Part of an answer, or its end."""
+    """New tokens of an answer, or its end."""
 
     tokens: tuple[int, ...] = ()
     marks: tuple[Mark, ...] = ()
@@ -45,7 +45,7 @@ class Event:
     tree: TreeTrace | None = None  # the verified tree, where traced
     output: Output | None = None  # of the whole answer, with its statistics, at its end
     error: BaseException | None = None  # cause of a failed answer
-    at: float = 0.0  # `time.perf_counter` of the step's end
+    at: float = 0.0  # `time.perf_counter` when the step was read
 
     @property
     def is_last(self) -> bool:
@@ -54,21 +54,21 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Job(Entry):
-    """One answer that a client waits for, of one row."""
+    """One answer that a client waits for; it has one row."""
 
     lane: tuple[str, str]  # names of its model and of its method with options
     vlm: VLM  # the model with the method
     request: Request
     planned: Planned
-    plan_again: Callable[[], Planned]  # makes another `planned`, whose criteria and recorders follow one row only
-    deliver: Callable[[Event], None]  # called with its events, in the event loop
-    trace: bool = False  # whether its chunks carry draft trees
-    sent: int = 0  # tokens that the client has
-    skip: int = 0  # of them, tokens that its row has yet to repeat
+    plan_again: Callable[[], Planned]  # makes a fresh plan for a repeated row: criteria and recorders keep state
+    deliver: Callable[[Event], None]  # takes its events, in the event loop
+    trace: bool = False  # whether its events have draft trees
+    sent: int = 0  # tokens that were delivered
+    skip: int = 0  # tokens of a repeated row that were delivered before
 
     @property
     def has_slot(self) -> bool:
-        """Whether its row is in the caches, rather than waiting for memory."""
+        """Whether its row has a cache slot."""
         return any(row.slot is not None for row in self.rows)
 
     def starts(self) -> list[tuple[Request, RowPlan]]:
@@ -78,7 +78,7 @@ class Job(Entry):
         return [(self.request, self.planned.plan)]
 
     def event(self, row: Row, step: TicketChunk, lossless: bool) -> Event:
-        """Make the event of one step of its row, without the tokens that the client has."""
+        """Make the event of one step of its row, without tokens that were delivered before."""
         recorder, drop = self.planned.recorder, min(self.skip, len(step.tokens))
         self.skip -= drop
         self.sent += len(step.tokens) - drop
@@ -107,31 +107,31 @@ class Lane:
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers that the owner thread writes and any thread may read; those in counters are per model."""
+    """Numbers that the owner thread writes and any thread may read; counters are per model."""
 
     ended: Counter[str] = field(default_factory=Counter)  # jobs that have ended
-    rows: Counter[str] = field(default_factory=Counter)  # jobs in a batch with a row of the caches
+    rows: Counter[str] = field(default_factory=Counter)  # jobs with a cache slot
     kv_usages: dict[tuple[str, str], float] = field(default_factory=dict)  # share of KV memory in use, per lane
     media_hits: Counter[str] = field(default_factory=Counter)
     media_misses: Counter[str] = field(default_factory=Counter)
     steps: int = 0  # of all batches
-    step_began: float | None = None  # `time.monotonic` at the begin of the step under way; None between steps
+    step_began: float | None = None  # `time.monotonic` at which the running step began; None between steps
 
     @property
     def running(self) -> int:
-        """Jobs of all models in a batch with a row of the caches."""
+        """Jobs of all models with a cache slot."""
         return self.rows.total()
 
 
-def _computes_beside(device: torch.device) -> bool:
-    """Whether a device computes while the host goes on."""
+def _is_asynchronous(device: torch.device) -> bool:
+    """Whether a device computes while the host runs on."""
     return device.type != "cpu"
 
 
 class Owner:
-    """Thread that owns the batches of a server.
+    """The thread that runs the batches of a server.
 
-    All methods but the thread's own may be called from the event loop alone.
+    Its public methods are for the event loop, the private ones for the thread.
     """
 
     def __init__(self, limits: Limits, post: Callable[[Callable[[], None]], None]) -> None:
@@ -139,13 +139,13 @@ class Owner:
         self._limits, self._post = limits, post
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._unplaced: deque[Job] = deque()
-        self._events: list[tuple[Job, Event]] = []
-        self._unread: list[Lane] = []  # whose last steps are read while the next one is computed
+        self._unplaced: deque[Job] = deque()  # jobs without a lane
+        self._events: list[tuple[Job, Event]] = []  # to be posted
+        self._unread: list[Lane] = []  # whose last step is read while the device computes the next one
         self._kv_memory = 0  # of all batches together; 0 until the first one opens
         self._submitted = Counter[str]()
         self.is_draining = False  # whether new jobs are refused
-        self._stopped = threading.Event()  # whether the thread ends
+        self._stopped = threading.Event()  # set when the thread is to end
         self._thread = threading.Thread(target=self._run, name="saccade-owner", daemon=True)
 
     # -- the event loop's side -----------------------------------------------------------------------------
@@ -161,14 +161,14 @@ class Owner:
         self._inbox.put(lambda: self._unplaced.extend(jobs))
 
     def check_room(self, count: int, preparing: int = 0) -> None:
-        """Refuse jobs for which the queue, behind running rows and requests being prepared, has no room."""
+        """Refuse jobs that the queue has no room for; requests in preparation have a place in it."""
         rows = max(self._limits.max_rows, self.counts.running)
         queued = self._submitted.total() - self.counts.ended.total() + preparing - rows
         if queued + count > self._limits.max_queue:
             raise overloaded(max(queued, 0))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """End jobs before their next step; those that have ended are left alone."""
+        """Cancel jobs before their next step."""
         cancelled = list(jobs)
         self._inbox.put(lambda: self._cancel(cancelled))
 
@@ -178,12 +178,12 @@ class Owner:
         self._inbox.put(self._refuse_waiting)
 
     def end(self) -> None:
-        """Have the thread refuse what runs and end, after the step under way."""
+        """End the thread after the running step; jobs that have not ended are refused."""
         self.is_draining = True
         self._inbox.put(self._stopped.set)
 
     def stop(self) -> None:
-        """End the thread; jobs that still run are cancelled."""
+        """End the thread as `end` does, and wait for it."""
         self.end()
         if self._thread.is_alive():
             self._thread.join(10)
@@ -197,7 +197,7 @@ class Owner:
 
     @property
     def stuck_for(self) -> float:
-        """Seconds since the begin of the step under way; 0 between steps."""
+        """Seconds since the running step began; 0 between steps."""
         began = self.counts.step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -206,8 +206,8 @@ class Owner:
     def _run(self) -> None:
         try:
             while not self._stopped.is_set():
-                self._take()
-                self._place()
+                self._handle_inbox()
+                self._assign_lanes()
                 for lane in list(self._lanes.values()):
                     self._step(lane)
                 self._flush()
@@ -217,16 +217,16 @@ class Owner:
         finally:
             self._end_all()
 
-    def _take(self) -> None:
-        """Run what the event loop has sent; wait for it while there is nothing to do."""
+    def _handle_inbox(self) -> None:
+        """Run the calls that the event loop has sent; wait for one while there is nothing to do."""
         idle = not self._unplaced and all(lane.feed.is_idle for lane in self._lanes.values())
         with suppress(Empty):
             while True:
                 self._inbox.get(block=idle)()
                 idle = False
 
-    def _place(self) -> None:
-        """Put jobs into their lanes. The oldest lane runs dry while jobs wait for a lane."""
+    def _assign_lanes(self) -> None:
+        """Queue jobs in their lanes. While some find no lane, the oldest one starts nothing, so that it gets free."""
         left: deque[Job] = deque()
         for job in self._unplaced:
             try:
@@ -246,7 +246,7 @@ class Owner:
             oldest.waiting.clear()
 
     def _open(self, job: Job) -> Lane | None:
-        """Open a job's lane, in place of an idle one if need be; None while all are busy."""
+        """Open a job's lane, in place of an idle one if there are too many; None while all are busy."""
         limits = self._limits
         if len(self._lanes) >= limits.batches:
             idle = next((lane for lane in self._lanes.values() if lane.feed.is_idle), None)
@@ -265,8 +265,8 @@ class Owner:
             longest_step=limits.longest_step,
             media_cache=limits.media_cache_mib * MIB // limits.batches,
         )
-        if _computes_beside(job.vlm.target.device):
-            batch.meanwhile = self._catch_up
+        if _is_asynchronous(job.vlm.target.device):
+            batch.meanwhile = self._read_while_computing
         self._lanes[job.lane] = Lane(job.lane, job.vlm, Feed(batch, Job.starts, limits.max_rows))
         return self._lanes[job.lane]
 
@@ -282,7 +282,7 @@ class Owner:
             feed.step()
         except Exception:
             log.exception("A running batch failed outside of a step; it is opened again.")
-            self._drop(lane)
+            self._close_broken(lane)
             return
         finally:
             self.counts.step_began = None
@@ -293,8 +293,8 @@ class Owner:
         else:
             self._unread.append(lane)
 
-    def _drop(self, lane: Lane) -> None:
-        """Close a lane: the answers that it had begun are lost, the others begin in another one."""
+    def _close_broken(self, lane: Lane) -> None:
+        """Remove a lane whose batch failed: its running jobs end, the others go to the lane that is opened next."""
         self._lanes.pop(lane.key, None)
         self._unread = [other for other in self._unread if other is not lane]
         self._unplaced.extendleft(reversed([*lane.feed.suspects, *lane.feed.waiting]))
@@ -302,13 +302,13 @@ class Owner:
             self._end(job, Event(error=broken()))
         self._count(lane)
 
-    def _catch_up(self) -> None:
+    def _read_while_computing(self) -> None:
         while self._unread:
             self._read(self._unread.pop())
         self._flush()
 
     def _read(self, lane: Lane) -> None:
-        """Make the events of a lane's last step."""
+        """Make the events of a lane's unread steps."""
         for job in lane.feed.read():
             if not job.rows:  # it could not start
                 self._end(job, Event(error=job.error))
@@ -364,7 +364,7 @@ class Owner:
         counts.rows = Counter(job.lane[0] for each in lanes for job in each.feed.running if job.has_slot)
 
     def _flush(self) -> None:
-        """Post all events to the event loop in one call."""
+        """Post the events to the event loop in one call."""
         if not self._events:
             return
         events, self._events = self._events, []

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 Result = TypeVar("Result")
-MOST_CLIENTS = 10_000  # clients whose counts are remembered; the longest unseen idle one is forgotten first
+MOST_CLIENTS = 10_000  # clients with counts; beyond them the idle one that was seen least recently is forgotten
 MINUTE = 60.0
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -49,8 +49,8 @@ SSE_HEADERS = [
 
 @dataclass(slots=True)
 class _Client:
-    running: int = 0  # concurrent ones
-    times: deque[float] = field(default_factory=deque)  # of those of the last minute
+    running: int = 0  # requests that run
+    times: deque[float] = field(default_factory=deque)  # when those of the last minute began
 
 
 class Gate:
@@ -63,9 +63,9 @@ class Gate:
         self._clients: OrderedDict[str, _Client] = OrderedDict()
 
     def client(self, scope: MutableMapping[str, Any]) -> str:
-        """Check host and key of a request; return the name that counts it: its key's digest, or its address.
+        """Check host and key of a request; return its client's name: the digest of its key, or its address.
 
-        Hosts are checked so that no web site can point a name at this server.
+        The host is checked so that no web site can reach this server by a name of its own (DNS rebinding).
         """
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
@@ -79,7 +79,7 @@ class Gate:
             return str((scope.get("client") or ("unknown", 0))[0])
         scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all of them, always
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all: the time must reveal nothing
         if scheme.lower() != "bearer" or not any(matches):
             message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key."
             raise Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
@@ -87,7 +87,7 @@ class Gate:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a client while the context is open."""
+        """Count a client's request while the context is open; refuse one beyond the client's limits."""
         client = self._clients.setdefault(name, _Client())
         self._clients.move_to_end(name)
         for other in list(self._clients) if len(self._clients) > MOST_CLIENTS else ():
@@ -124,7 +124,7 @@ class Service:
         limits = config.limits
         processors = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
         sees = any(each.image_processor is not None or each.composite is not None for each in processors)
-        self._workers: PromptWorkers | None = None  # for media, where they are decoded in their own processes
+        self._workers: PromptWorkers | None = None  # processes that decode media; None: threads do
         if sees and config.media.own_process and PromptWorkers.are_possible():
             self._workers = PromptWorkers(processors, limits.media_seconds, limits.media_memory_mib * MIB)
         reading = MediaOptions(limits=config.media, text_as_text=config.text_as_text)
@@ -134,8 +134,8 @@ class Service:
                 chosen = vlm if adapter is None else vlm.using(adapter=adapter)
                 made = ServedModel(entry, chosen, limits, reading, self._workers)
                 self.models[made.label] = made
-        self.is_leaving = False  # from the first signal on
-        self.replica = ""  # of several: its name and a hyphen, with which the ids of responses begin
+        self.is_leaving = False  # whether a signal has come that ends the server
+        self.replica = ""  # begin of the ids of responses: the replica's name and a hyphen, where there are several
         self.gate = Gate(config)
         self.owner = Owner(limits, self._post)
         self.metrics = Metrics(self.owner, [m.labels(m.vlm) for m in self.models.values()], config.vllm_metrics)
@@ -146,7 +146,7 @@ class Service:
 
     @asynccontextmanager
     async def running(self, _: Any) -> AsyncIterator[None]:
-        """Run the owner's thread as long as the application."""
+        """Run the owner's thread while the context is open, which is the application's lifespan."""
         self._loop = asyncio.get_running_loop()
         self.owner.start()
         if self._workers is not None:
@@ -166,7 +166,7 @@ class Service:
             self._loop.call_soon_threadsafe(deliver)
 
     def sharing(self, client: str) -> str | None:
-        """With whose requests alone a client's share cached prefixes; empty: with those of all; None: with none."""
+        """Group of requests that a client's share cached prefixes with: its name; empty: all; None: no others."""
         if not self.config.reuse_prefixes:
             return None
         return client if self.gate.has_keys and not self.config.share_prefixes else ""
@@ -180,11 +180,11 @@ class Service:
         return self.models[name]
 
     def check_room(self, count: int) -> None:
-        """Refuse a request early, before its media are decoded."""
+        """Refuse a request that the queue has no room for, before its media are decoded."""
         self.owner.check_room(count, self._preparing)
 
     async def prepare(self, function: Callable[..., Result], *arguments: Any, media: bool = False) -> Result:
-        """Run a function in the threads for requests with or without media, so that neither wait for the others."""
+        """Run a function in a thread; requests with media have threads of their own, so that others need not wait."""
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()
@@ -196,7 +196,7 @@ class Service:
             self._preparing -= 1
 
     def health(self) -> tuple[int, Json]:
-        """Status and body of ``/health``: 503 once a step is stuck or the owner's thread has ended."""
+        """Status and body of ``/health``: 503 when a step is stuck or the owner's thread has ended."""
         stuck = self.owner.stuck_for
         if not self.owner.is_alive:
             return 503, {"status": "failed", "reason": "the owner thread has ended"}
@@ -209,8 +209,8 @@ class ClientGone(Exception):
     """The client has closed the connection, or reads too slowly."""
 
 
-async def gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -251,19 +251,19 @@ def _too_large(limits: Limits) -> Refusal:
 
 
 class Exchange(Response):
-    """Answer of an endpoint; an ASGI response that also reads the body and watches the connection."""
+    """One exchange with a client: an ASGI response that reads the body, queues the jobs and writes their answer."""
 
-    names: Mapping[str, str] = MappingProxyType({})  # fields of chat requests -> what the endpoint calls them
+    names: Mapping[str, str] = MappingProxyType({})  # fields of chat requests -> the endpoint's names for them
 
     def __init__(self, service: Service, kind: type[AnyRequest]) -> None:
         self.background = None
         self._service, self._kind = service, kind
         self._limits, self._metrics = service.config.limits, service.metrics
         self._jobs: list[Job] = []
-        self._events: list[tuple[int, Event]] = []  # by choice, which have not been written yet
-        self._changed = asyncio.Event()  # there are events, or the exchange is closed
-        self._is_closed = False  # the client has gone, or has its answer
-        self._is_slow = False  # the client, which has gone
+        self._events: list[tuple[int, Event]] = []  # choice and event, to be written
+        self._changed = asyncio.Event()  # set when there are events, or the exchange is closed
+        self._is_closed = False  # whether the client has its answer or has left
+        self._is_slow = False  # whether it was closed because the client reads too slowly
         self._tokens = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -286,7 +286,7 @@ class Exchange(Response):
         finally:
             scope["saccade.tokens"] = self._tokens
             self._close()
-            self._jobs = []  # which call back here; without the cycle, images are freed at once
+            self._jobs = []  # they refer to this exchange; without the cycle, their images are freed at once
 
     def _read(self, content: bytes, client: str) -> AnyRequest:
         return checked(self._kind, content)
@@ -295,7 +295,7 @@ class Exchange(Response):
         return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
 
     async def _submit(self, body: AnyRequest, sharing: str | None, began: float) -> None:
-        """Prepare the jobs outside of the event loop, and queue them; ``sharing`` is the client of their prefixes."""
+        """Prepare the jobs in a thread and queue them; ``sharing`` as of `Service.sharing`."""
         service = self._service
         model = service.model(body.model)
         count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
@@ -303,7 +303,7 @@ class Exchange(Response):
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
         media = isinstance(body, ChatRequest) and has_media(body.messages)
-        self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
+        self._jobs = await service.prepare(model.jobs, body, self._deliver, sharing, media=media)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade
         self._form = self._make_form(body, model.label)
         self._choices = model.choices(body, self._jobs)
@@ -312,14 +312,14 @@ class Exchange(Response):
         service.owner.submit(self._jobs)
 
     async def _watch(self, receive: Receive) -> None:
-        """Wait for the end of the connection, then cancel the jobs."""
+        """Cancel the jobs when the client closes the connection."""
         with suppress(asyncio.CancelledError):
-            await gone(receive)
+            await disconnected(receive)
             self._service.owner.cancel(self._jobs)
             self._close()
 
-    def _put(self, index: int, event: Event) -> None:
-        """Take an event of a choice, in the event loop."""
+    def _deliver(self, index: int, event: Event) -> None:
+        """Queue an event of a choice to be written; called in the event loop."""
         if self._is_closed:
             return
         self._events.append((index, event))
@@ -334,8 +334,8 @@ class Exchange(Response):
         self._events.clear()
         self._changed.set()
 
-    async def _take(self) -> list[tuple[int, Event]]:
-        """Wait for events and return all of them, oldest first."""
+    async def _next_events(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all that are there, oldest first."""
         await self._changed.wait()
         if self._is_closed:
             raise ClientGone
@@ -348,7 +348,7 @@ class Exchange(Response):
     async def _whole(self, send: Send) -> None:
         left = len(self._choices)
         while left:
-            for index, event in await self._take():
+            for index, event in await self._next_events():
                 if event.error is not None:
                     raise refusal_of(event.error)
                 self._add(index, event)
@@ -359,7 +359,7 @@ class Exchange(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        events = await self._take()
+        events = await self._next_events()
         for _, event in events:
             if event.error is not None:
                 raise refusal_of(event.error)
@@ -384,7 +384,7 @@ class Exchange(Response):
                 break
             if parts:
                 await self._write(send, b"".join(parts))
-            events, parts = await self._take(), []
+            events, parts = await self._next_events(), []
         parts.append(self._form.end(self._choices, usage(self._choices, self._per_prompt), self._details()))
         await self._write(send, b"".join(parts), last=True)
 
@@ -397,7 +397,7 @@ class Exchange(Response):
         return self._choices[index].add(event)
 
     def _details(self) -> list[Json]:
-        """Traces and statistics of the choices, where the request has asked for some."""
+        """Traces and statistics of the choices, if the request asks for them."""
         details = []
         for choice in self._choices if self._is_extended else ():
             details.append({**({"steps": choice.steps} if choice.traced else {}), "stats": self._stats(choice)})
