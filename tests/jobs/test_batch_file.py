@@ -382,26 +382,6 @@ def test_a_failed_step_costs_no_neighbour_its_answer(
     assert report.failed == 2
 
 
-def test_a_request_of_several_answers_that_fails_alone_too_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = {"model": "any", "messages": [{"role": "user", "content": "What?"}], "n": 2, "max_tokens": 4}
-    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "requests.jsonl").write_text(json.dumps(line))
-    steps = list[int]()
-
-    def failing(runner: StepRunner) -> None:
-        steps.append(len(runner._state.active))
-        if len(steps) > 2:
-            pytest.fail("it is tried again and again")
-        raise RuntimeError("bad kernel")
-
-    monkeypatch.setattr(StepRunner, "run", failing)
-    report = run(tmp_path / "requests.jsonl", tmp_path / "out.jsonl", prompt=None, max_new_tokens=None)
-    assert steps == [2, 2]
-    assert report.failed == 1
-
-
 def test_a_write_that_takes_a_part_of_the_lines_goes_on_where_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
