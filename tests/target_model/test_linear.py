@@ -142,7 +142,7 @@ def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, ev
     vlm = load(ready(family), ready(f"{family}-draft"), dtype="float32")
     lean = vlm.target._fast.decoder
     assert lean is not None
-    assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
+    assert len(lean._copied.products) == 4 * len(vlm.target.layers) + 1
     answers = []
     for _ in range(2):
         with vlm.target.stock():
@@ -166,7 +166,7 @@ def test_halved_weights_draft_and_verify_plain_decoding_s_tokens(monkeypatch: py
     vlm = load("pocket", dtype="float32")
     lean = vlm.target._fast.decoder
     assert lean is not None
-    assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
+    assert len(lean._copied.products) == 4 * len(vlm.target.layers) + 1
     for method in ("plain", "chain", "dynamic-tree"):
         assert vlm.using(method).generate(question, max_new_tokens=40).tokens == expected
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -144,7 +144,7 @@ def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MaskPlan:
     """Masks of a model's decoder: a single one, or one per layer type."""
 
@@ -153,14 +153,14 @@ class MaskPlan:
     full_is_causal: bool = False  # whether the entries that an attention mask shows ahead are for sliding layers alone
     chunk: int | None = None  # positions of the chunks beyond which a layer does not attend (Llama 4), or None
 
-    @property
+    @cached_property
     def reach(self) -> int | None:
         """Longest sequence that all layers attend to in full; None without a bound."""
         if self.window is None or self.chunk is None:
             return self.chunk if self.window is None else self.window
         return min(self.window, self.chunk)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Kinds of layers with masks of `build`."""
         return self.kinds or (ALL,)

@@ -36,7 +36,7 @@ from saccade.target_model.exact import (
     steady_silu,
 )
 from saccade.target_model.forward import ALL, Layout, Requirements, TokenBlock
-from saccade.target_model.linear import AdaptedLinear, Linear, pack_where_faster
+from saccade.target_model.linear import AdaptedLinear, Linear, WeightWatch, pack_where_faster
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
@@ -106,9 +106,9 @@ class LeanDecoder:
         self._grids = None if exact is None else grids(self._heads, self.kv_heads, self._scale, dtype, device)
         self._steady = [p for p in (*products, self.logits) if isinstance(p, SteadyLinear)]
         self._sizes = make_steady(self._steady) if exact is not None else ()
-        self._copied = pack_where_faster([*products, self.logits]) if exact is None else list[Linear](self._steady)
+        self._copied = WeightWatch(pack_where_faster([*products, self.logits]) if exact is None else self._steady)
         self._threads = torch.get_num_threads()
-        self._watched: list[Linear] = []
+        self._watched = WeightWatch([])
         self.is_adapted = False  # whether there are LoRAs on top
 
     def adapted(self, model: Any, decoder: Any) -> LeanDecoder | None:
@@ -135,7 +135,7 @@ class LeanDecoder:
         if self._exact is not None:
             other._steady = steady
             other._sizes = make_steady(steady)
-            other._copied = list[Linear](steady)
+            other._copied = WeightWatch(steady)
         return other
 
     @property
@@ -148,9 +148,9 @@ class LeanDecoder:
     def unpack(self) -> None:
         """Drop packed copies of weights, for an executor with its own, but keep those of a small decoder."""
         if self._exact is None and not self.is_small:
-            for product in self._copied:
+            for product in self._copied.products:
                 product.unpack()
-            self._copied = []
+            self._copied = WeightWatch([])
 
     @property
     def is_small(self) -> bool:
@@ -162,14 +162,14 @@ class LeanDecoder:
         """Note all weights for `take_changes`."""
         parts = [self._norm, *(n for w in self._layers for n in (w.norm_in, w.norm_mlp, w.q_norm, w.k_norm))]
         products = [self.logits, *(p for w in self._layers for p in (w.qkv, w.out, w.gate_up, w.down))]
-        self._watched = [Linear(part) for part in (embeddings, *parts, *(p.bias for p in products)) if part is not None]
-        self._watched += [Linear(p.weight, None, p.sources) for p in products]
-        for part in self._watched:
+        watched = [Linear(part) for part in (embeddings, *parts, *(p.bias for p in products)) if part is not None]
+        self._watched = WeightWatch([*watched, *(Linear(p.weight, None, p.sources) for p in products)])
+        for part in self._watched.products:
             part.note_weight()
 
     def take_changes(self) -> bool:
         """Whether weights were changed in place since the last call, or since `watch`."""
-        changed = [part for part in self._watched if part.has_changed]
+        changed = self._watched.changed()
         for part in changed:
             part.note_weight()
         return bool(changed)
@@ -179,7 +179,7 @@ class LeanDecoder:
         """Whether the model has the fused modules and weights, without hooks; changed weights are copied again."""
         if self._steady and self._threads != torch.get_num_threads():
             self._sizes, self._threads = make_steady(self._steady), torch.get_num_threads()
-        for product in self._copied:
+        for product in self._copied.changed():
             product.refresh()
         return self._guard.is_current
 

@@ -19,6 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import starmap
+from operator import attrgetter, is_, methodcaller
 from statistics import median
 from typing import Any
 
@@ -124,7 +126,42 @@ class Linear:
 
     def _versions(self) -> int:
         """Number of changes of the sources that torch has counted; it counts none of tensors made in inference mode."""
-        return sum(0 if source.is_inference() else source._version for source in self.sources)
+        return sum([source._version for source in self.sources if not source.is_inference()])
+
+
+class WeightWatch:
+    """Noted weights of many products; whether any has changed takes a few calls for all of them."""
+
+    def __init__(self, products: Sequence[Linear]) -> None:
+        self.products = products
+        self._views: list[Tensor | None] | None = None  # as of the last look
+
+    def changed(self) -> list[Linear]:
+        """Return the products whose weights were changed in place since they were noted."""
+        if self._is_as_before():
+            return []
+        changed = [product for product in self.products if product.has_changed]
+        if not changed:
+            held = [product for product in self.products if product._view is not None]
+            self._views = list(map(_VIEW, self.products))
+            self._weights = [product.weight for product in held]
+            self._addresses = list(map(_ADDRESS, self._weights))
+            self._sources = [s for product in held for s in product.sources if not s.is_inference()]
+            self._versions = list(map(_VERSION, self._sources))
+            self._samples = [(product._view, product._sample) for product in held]
+        return changed
+
+    def _is_as_before(self) -> bool:
+        return (
+            self._views is not None
+            and all(map(is_, map(_VIEW, self.products), self._views))
+            and list(map(_ADDRESS, self._weights)) == self._addresses
+            and list(map(_VERSION, self._sources)) == self._versions
+            and all(starmap(torch.equal, self._samples))
+        )
+
+
+_VIEW, _VERSION, _ADDRESS = attrgetter("_view"), attrgetter("_version"), methodcaller("data_ptr")
 
 
 class AdaptedLinear(Linear):
