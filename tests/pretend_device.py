@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from saccade.target_model import lean
+from saccade.target_model import fusing
 
 NAME = "pretend"
 _KERNELS = torch.library.Library("aten", "IMPL")
@@ -197,7 +197,7 @@ class PretendDevice(_Operations):
             (Thread, "run", _run_thread),
             (F, "rms_norm", _norm),
             (F, "scaled_dot_product_attention", _attention),
-            (lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend)),  # a subclass of Tensor, as quantised weights are
+            (fusing, "WEIGHTS", (*fusing.WEIGHTS, OnPretend)),  # a subclass of Tensor, as quantised weights are
         ):
             self._restore.enter_context(patch.object(owner, name, replacement))
         PretendDevice._open.append(self)

@@ -24,7 +24,7 @@ from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.forward import replaced
+from saccade.target_model.stock import replaced
 from saccade.tree import DraftTree, ancestors_of
 from saccade.verify.rule import Greedy
 

@@ -41,8 +41,8 @@ from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt
 from saccade.pocket import draft_path, draw, head_path, head_paths, target_path
 from saccade.target_model.adapter import Target
+from saccade.target_model.agreement import TOLERANCE
 from saccade.target_model.graphs import CAPTURES
-from saccade.target_model.lean import TOLERANCE
 
 TASKS = ("scene", "chart", "receipt", "document")
 NEW = 16  # tokens of a tiny model's answer

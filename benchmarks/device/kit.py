@@ -143,10 +143,10 @@ def device_of(name: str) -> Iterator[tuple[torch.device, Any]]:
         return
     from pretend_device import PretendDevice
     from recorded_graphs import captured_on
-    from saccade.target_model import graphs, lean
+    from saccade.target_model import exact, graphs
 
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # its tensors cannot change their dtype in place
     with PretendDevice() as pretend:
         graphs.CAPTURES[PRETEND] = captured_on(pretend)
-        lean.DEVICES = (*lean.DEVICES, PRETEND)
+        exact.DEVICES = (*exact.DEVICES, PRETEND)
         yield torch.device(PRETEND), pretend

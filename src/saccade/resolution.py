@@ -40,8 +40,7 @@ from saccade.lora import refuse_apart, with_lora
 from saccade.methods.settings import GROUPS
 from saccade.model_spec import ModelSpec
 from saccade.profile import with_profile
-from saccade.target_model.adapter import Target
-from saccade.target_model.executor import check_executor
+from saccade.target_model.adapter import Target, check_executor
 from saccade.target_model.int8 import check_weights
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
 

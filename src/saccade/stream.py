@@ -149,8 +149,7 @@ class Stream:
         return self.outputs[0]
 
 
-INCOMPLETE = "\ufffd"
-"""Replacement character of tokenizers for bytes that form no complete character."""
+INCOMPLETE = "\ufffd"  # replacement character of tokenizers for bytes that form no complete character
 
 
 def decode(tokenizer: Any, ids: Sequence[int], special: bool = False) -> str:

@@ -94,7 +94,7 @@ def load(
         threads: CPU threads of this process where the target is on the CPU; None: the idle cores, and for a
             small model as many as each step is fastest with.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
-            16-bit formats (`saccade.target_model.lean`); costs time.
+            16-bit formats (`saccade.target_model.exact`); costs time.
         executor: what runs the decoders (`saccade.target_model.executor`): ``stock`` (transformers' modules), ``lean``,
             ``graphs`` (CUDA graphs), ``openvino`` (CPUs; ``pip install saccade[openvino]``), or ``auto``, the fastest.
         weights: of the target's decoder: ``stored``, or ``int8``, rounded to steps of int8, with which answers are

@@ -17,8 +17,9 @@ from harness import POLICIES, draft, prompts, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.target_model.adapter import Target
+from saccade.target_model.attention import MaskPlan
+from saccade.target_model.blocks import ForwardOutput, TokenBlock
 from saccade.target_model.cache import RowCache
-from saccade.target_model.forward import ForwardOutput, MaskPlan, TokenBlock
 
 NEW = 24
 TREES = ("static", "dynamic")
@@ -132,8 +133,6 @@ def test_full_layers_of_gemma4_that_show_images_as_the_other_kind_does_are_notic
 class _OneMask(MaskPlan):
     """The mask of sliding layers (or, without a window, of full ones) for all layers."""
 
-    __slots__ = ()
-
     def build(self, *args: Any, **kwargs: Any) -> Any:
         masks = super().build(*args, **kwargs)
         return dict.fromkeys(self.kinds, masks["sliding_attention"])
@@ -144,11 +143,9 @@ def test_a_window_in_slots_instead_of_positions_is_noticed(policy: str) -> None:
     """Siblings lie in different slots but at one position."""
 
     class Slots(MaskPlan):
-        __slots__ = ()
-
-        def build(self, *args: Any) -> Any:
-            allow, lengths, count, pending, _, *more = args
-            return super().build(allow, lengths, count, pending, torch.arange(pending + count)[None], *more)
+        def build(self, lengths: Any, count: int, **entries: Any) -> Any:
+            entries["depth"] = torch.arange(entries["pending"] + count)[None]
+            return super().build(lengths, count, **entries)
 
     target = Target(FAMILIES["mistral"].model())
     plan = target.traits.masks

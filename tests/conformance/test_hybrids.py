@@ -14,9 +14,8 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine
 from saccade.errors import InputError
 from saccade.hf import speculate
-from saccade.target_model.forward import replaced
 from saccade.target_model.recurrent import RecurrentStates
-from saccade.target_model.stock import AttentionProbe
+from saccade.target_model.stock import AttentionProbe, replaced
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]  # of the family under test
 OTHERS = ("hivis", "vispec", "msd", "hydra", "ensemble", "weighed views", "merged")

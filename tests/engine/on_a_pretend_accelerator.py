@@ -39,7 +39,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.methods import build, get
 from saccade.methods.compositions import Models
 from saccade.pocket import draw
-from saccade.target_model import cache, forward, graphs, lean
+from saccade.target_model import attention, cache, exact, graphs
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.vlm import load
@@ -319,7 +319,7 @@ def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
 def test_exact_mode_gives_its_cpu_tokens_and_waits_no_more_than_the_usual_one(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(lean, "DEVICES", ("cpu", NAME))
+    monkeypatch.setattr(exact, "DEVICES", ("cpu", NAME))
 
     def tokens(place: str, counted: PretendDevice | None) -> Ran:
         parts = Models(Target(CASE.model().to(place), exact=True), draft_model(place))
@@ -387,16 +387,16 @@ def test_masks_of_trees_reach_attention_as_its_kernel_reads_them(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Of the queries' dtype, with rows and beginning at multiples of eight numbers; also of rows of unlike lengths."""
-    seen, attention = [], forward.F.scaled_dot_product_attention
+    seen, plain = [], attention.F.scaled_dot_product_attention
 
     def watched(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
         if attn_mask is not None and isinstance(attn_mask, OnPretend):
             offsets = attn_mask.storage_offset(), *attn_mask.stride()[:-1]
             seen.append((attn_mask.dtype == q.dtype, *(offset % 8 for offset in offsets)))
-        return attention(q, k, v, attn_mask, **more)
+        return plain(q, k, v, attn_mask, **more)
 
-    monkeypatch.setattr(forward.F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(forward, "MAX_PADDING", 0)  # so that every row has a call of its own
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "MAX_PADDING", 0)  # so that every row has a call of its own
     ids = [tuple(range(40, 90 + 7 * row)) for row in range(rows)]
     ran = run(engine("dynamic-tree", NAME), False, device, prompts=[Prompt(each) for each in ids], new=12)
     assert set(seen) == {(True, 0, 0, 0, 0)}

@@ -16,10 +16,11 @@ from saccade.engine import Engine, Request
 from saccade.engine.batch import LOOK
 from saccade.engine.row import plan
 from saccade.inputs.families import split
-from saccade.target_model import lean as lean_module
+from saccade.target_model import fusing
 from saccade.target_model.adapter import Target
+from saccade.target_model.blocks import TokenBlock
 from saccade.target_model.context import Context
-from saccade.target_model.forward import TokenBlock
+from saccade.target_model.lean import rms_norm
 from saccade.target_model.traits import Thresholds
 
 pytestmark = pytest.mark.executors
@@ -227,7 +228,7 @@ def test_queries_that_are_scaled_by_position_show_even_if_the_class_were_let_in(
 ) -> None:
     """Near the beginning, where they were once compared, such models give the lean decoder's logits."""
     attention = "transformers.models.ministral3.modeling_ministral3.Ministral3Attention"
-    monkeypatch.setattr(lean_module, "VERIFIED_ATTENTION", lean_module.VERIFIED_ATTENTION | {attention})
+    monkeypatch.setattr(fusing, "VERIFIED_ATTENTION", fusing.VERIFIED_ATTENTION | {attention})
     assert not Target(FAMILIES[name].model()).is_lean
     monkeypatch.setattr(Thresholds, "probe_positions", lambda self, context: [8, 9])
     assert Target(FAMILIES[name].model()).is_lean
@@ -336,7 +337,7 @@ def test_a_norm_in_few_operations_is_torch_s(shape: tuple[int, ...], size: float
     x[0] = 0
     expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
     for factor in (1.0, 2.0**-14):
-        ours = lean_module.rms_norm(x, weight, 1e-6, factor)
+        ours = rms_norm(x, weight, 1e-6, factor)
         torch.testing.assert_close(ours, factor * expected, rtol=2e-6, atol=0.0)
 
 

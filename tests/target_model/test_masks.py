@@ -10,7 +10,8 @@ from random_trees import NaiveTree, draft_tree, trees
 from transformers import LlamaConfig
 
 from saccade.errors import InputError
-from saccade.target_model.forward import MaskPlan, ModelLimits
+from saccade.target_model.attention import MaskPlan
+from saccade.target_model.blocks import ModelLimits
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
@@ -59,7 +60,15 @@ def assert_right(
 def build(plan: MaskPlan, tree: DraftTree, lengths: list[int], new: int) -> dict[str, torch.Tensor | None]:
     count = tree.size
     allow = tree.ancestors[:, count - new :]
-    return plan.build(allow, lengths, new, count - new, tree.depth, torch.float32, HERE)
+    return plan.build(
+        lengths,
+        new,
+        dtype=torch.float32,
+        device=HERE,
+        pending=count - new,
+        attention_mask=allow,
+        depth=tree.depth,
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +100,7 @@ def test_a_chain_needs_no_tree(count: int, pending: int, lengths: list[int], win
     """Without ``allow`` and ``depth`` every token sees all before it and itself."""
     total = pending + count
     chain = NaiveTree(tuple(max(n - 1, 0) for n in range(total)), (0,) * total, (True,) * total)
-    built = MaskPlan(window, ()).build(None, lengths, count, pending, None, torch.float32, HERE)["all"]
+    built = MaskPlan(window, ()).build(lengths, count, dtype=torch.float32, device=HERE, pending=pending)["all"]
     assert_right(built, [chain] * 3, lengths, count, window)
 
 
@@ -103,7 +112,8 @@ def test_a_plan_gives_each_kind_of_layer_its_mask(
 ) -> None:
     row, lengths = NaiveTree((0, 0, 0, 1), (0, 0, 0, 0), (True,) * 4), [4, 2]
     tree = draft_tree([row])
-    built = MaskPlan(window, kinds).build(tree.ancestors, lengths, 4, 0, tree.depth, dtype, HERE)
+    entries = {"attention_mask": tree.ancestors, "depth": tree.depth}
+    built = MaskPlan(window, kinds).build(lengths, 4, dtype=dtype, device=HERE, **entries)
     wanted = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"all": window}
     assert set(built) == set(wanted)
     for kind, mask in built.items():

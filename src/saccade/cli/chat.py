@@ -42,7 +42,7 @@ def chat(
     screen.check_media(image or [])
     decoded = decoding.checked()
     models = replace(models, target=models.target or "pocket")
-    from saccade.target_model.lean import caveat
+    from saccade.target_model.exact import caveat
 
     vlm = screen.load_models(models)
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)

@@ -166,13 +166,10 @@ class Drafts:
 class Pacer:
     """Draft lengths of every step's rows, and whether the drafter of a new row is prefilled at all.
 
-    Chains are as long as they are fastest over the rows of a step (Leviathan et al. 2023, Section 3.3), so that rows
-    whose drafts are accepted get more tokens. Rates are expected before a draft, and corrected by the drafter's
-    confidence while it drafts (`Drafts`).
-
-    A credit limits losses: it receives a small share of plain decoding's time and what drafting gains, and pays what
-    drafting loses. A step may risk half of it. Where nothing is expected to pay, a single token is drafted on trial as
-    soon as the credit covers its cost, for the row that has the fewest trials.
+    Chains are as long as they are fastest over the rows of a step (Leviathan et al. 2023, Section 3.3). A credit limits
+    losses: it receives a small share of plain decoding's time and what drafting gains, and pays what drafting loses. A
+    step may risk half of it. Where nothing is expected to pay, a token is drafted on trial once the credit covers its
+    cost, for the row of the fewest trials.
     """
 
     def __init__(self, max_length: int, draft_cost: float, *, one_pass: bool = False) -> None:
@@ -259,11 +256,7 @@ class Pacer:
         return made
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
-        """Whether to prefill the drafter for a row with so many prompt tokens and tokens to come, next to others.
-
-        It pays if the time saved until the row's end exceeds the time of the prefill. Where it is not known to pay, it
-        is tried once the credit covers prefill and two trials.
-        """
+        """Whether prefilling a row's drafter saves more time than it takes, or is tried since the credit covers it."""
         rows = others + 1
         cost = prompt * self._prefill.value
         risk = min(cost, START)

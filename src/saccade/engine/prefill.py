@@ -12,8 +12,8 @@ from statistics import median
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, Clock
 from saccade.errors import InputError
+from saccade.target_model.blocks import ContextError, TokenBlock
 from saccade.target_model.context import Prefill, PrefillResult
-from saccade.target_model.forward import ContextError, TokenBlock
 
 LONGEST_STEP = 3.0  # default length of a step with a part of a prompt, over one without
 _SAFE = 0.75  # share of it that is aimed at
@@ -25,11 +25,7 @@ PATIENCE = 8  # how often others may go ahead of a row before it is the next
 
 
 class ChunkSizes:
-    """Sizes of chunks by the measured times of steps; every size gives the same tokens.
-
-    A chunk that is too small costs more per token than the right one, so that the next one is larger, and none on the
-    way is too large.
-    """
+    """Sizes of chunks by the measured times of steps, at most twice the last one; every size gives the same tokens."""
 
     def __init__(self, most: int, longest: float = LONGEST_STEP) -> None:
         self.most = most  # tokens of a chunk, where nobody waits for it or it takes no time
@@ -39,10 +35,7 @@ class ChunkSizes:
         self._last = self._offered = 0
 
     def size(self, rows: int, waiting: int = 1) -> int:
-        """Return the tokens of a chunk next to some decoding rows; 0 where a step without one is measured first.
-
-        Where more prompts wait than rows decode, as much more is spent on them.
-        """
+        """Tokens of a chunk next to decoding rows, more where more prompts wait; 0 where a step is measured first."""
         if not rows or self._extra == inf:
             return self.most
         step = self._step(rows)
@@ -58,10 +51,7 @@ class ChunkSizes:
         self.steps[rows].append(seconds)
 
     def observe_chunk(self, tokens: int, seconds: float, rows: int = 0) -> None:
-        """Record a chunk; ``seconds`` are those of the whole step where it had decoding rows.
-
-        The short end of a prompt tells little.
-        """
+        """Record a chunk that is no short end of a prompt; seconds of the whole step where it had decoding rows."""
         if 2 * tokens < self._offered or (self._last and tokens < FEWEST):
             return
         alone = seconds - (self._step(rows) or 0.0)
@@ -119,11 +109,7 @@ class PromptRunner:
         return budgets if ranks is None else ranks.numbers(budgets)  # times differ from rank to rank
 
     def chunks(self) -> list[PrefillChunk]:
-        """This step's parts of prompts, each with its block of the joint forward.
-
-        Those without one have run in passes of their own, or their large media or long draft prompt ran ahead, which
-        takes the step's whole budget.
-        """
+        """This step's parts of prompts: with a block of the joint forward, or run alone or ahead without one."""
         chunks: list[PrefillChunk] = []
         left = 1.0  # share of the time by which this step may be longer
         if not self._state.prefills and self._target.ranks is None:
@@ -193,11 +179,7 @@ class PromptRunner:
         return sorted(waiting, key=place)
 
     def _allowance(self, prefill: Prefill, tokens: int, chunks: Sequence[PrefillChunk], is_last: bool) -> int:
-        """How many of the step's ``tokens`` that are left a prompt may take behind the chunks of others.
-
-        It leaves some to those behind it. A part of a prompt beside whole ones, whose first tokens wait for it alone,
-        takes no more than these.
-        """
+        """Tokens of the step that a prompt may take after earlier chunks; some are left for later and whole prompts."""
         if not is_last and tokens >= 2 * FEWEST:
             tokens -= max(FEWEST, tokens // SHARE)
         is_whole = len(prefill.prompt) - prefill.num_computed <= tokens

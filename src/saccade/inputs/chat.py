@@ -214,11 +214,7 @@ class Controls:
         self._copies: dict[tuple[str, int], Tokenizer] = {}
 
     def dropping(self, mark: str) -> Iterator[Tokenizer]:
-        """Copies of the tokenizer that drop a mark after the search for added tokens.
-
-        The first drops it before text is divided into words, so that its pieces are those of the text without it.
-        Where the vocabulary itself has a control token, the second divides the text there.
-        """
+        """Copies of the tokenizer that drop a mark before text is divided into words, and divide it at controls."""
         for number in (0, 1):
             if (mark, number) not in self._copies:
                 if len(self._copies) == 2:  # of another mark: a text chooses it, and copies are large

@@ -38,7 +38,7 @@ from saccade.serve.schemas import (
     validated,
 )
 from saccade.serve.service import Exchange, Service, body_of, json_of
-from saccade.target_model.lean import caveat
+from saccade.target_model.exact import caveat
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM

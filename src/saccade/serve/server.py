@@ -24,7 +24,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from saccade.serve.app import make_app
 from saccade.serve.configuration import ConfigError, ServerConfig
 from saccade.serve.refusals import Refusal, invalid
-from saccade.target_model.lean import caveat
+from saccade.target_model.exact import caveat
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -18,14 +18,18 @@ from saccade.errors import InputError, ModelError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import INT8, STORED
+from saccade.target_model.agreement import gives_stock_logits, is_exact
+from saccade.target_model.attention import Layout
+from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock, concat_outputs
 from saccade.target_model.cache import Carried, RowCache, to_device
-from saccade.target_model.executor import Ahead, Executor, LeanExecutor, StockExecutor, chosen
-from saccade.target_model.forward import ForwardOutput, Layout, Requirements, TokenBlock, concat_outputs
+from saccade.target_model.exact import exact_decoder
+from saccade.target_model.executor import Ahead, Executor, StockExecutor, chosen
 from saccade.target_model.graphs import GraphExecutor
 from saccade.target_model.int8 import round_weights
-from saccade.target_model.lean import exact_decoder, gives_stock_logits, is_exact, lean_decoder
+from saccade.target_model.lean import LeanExecutor, lean_decoder
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.openvino import OpenVinoExecutor
+from saccade.target_model.openvino_graph import missing
 from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import captured_states
@@ -50,6 +54,37 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
         head = decoder.get_output_embeddings() if head is None else head
         inner = getattr(decoder, "model", decoder) if inner is decoder else inner
     return inner, head
+
+
+def check_executor(name: str) -> None:
+    """Raise `InputError` for a name that is none of an executor, and `ModelError` for one that cannot be used here."""
+    if chosen(name) == "openvino" and (problem := missing()):
+        raise ModelError(f"The executor openvino cannot be used: {problem}.")
+
+
+class _Reached(Exception):
+    """Raised right before a module runs."""
+
+
+class EndingAt:
+    """End a forward right before a module runs; gives its arguments by name, the first one as ``hidden_states``."""
+
+    # No generator: one that swallows an exception is held by it in Python 3.12, with its callers and their caches.
+
+    def __init__(self, module: nn.Module) -> None:
+        self._arguments: dict[str, Any] = {}
+        self._handle = module.register_forward_pre_hook(self._stop, with_kwargs=True, prepend=True)
+
+    def _stop(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
+        raise _Reached
+
+    def __enter__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._handle.remove()
+        return kind is _Reached
 
 
 class Target:
@@ -203,6 +238,10 @@ class Target:
         finally:
             self._pinned, self.looks = None, True
 
+    def ending_at(self, module: nn.Module) -> EndingAt:
+        """End forwards right before a module runs while the context is open."""
+        return EndingAt(module)
+
     @contextmanager
     def stock(self) -> Iterator[None]:
         """Run forwards through the stock modules, whose hooks fire, while the context is open."""
@@ -243,7 +282,7 @@ class Target:
             base = None if self._base._fast is None else self._base._fast.decoder
             decoder = None if base is None else base.adapted(self.model, self.decoder)
         else:
-            decoder = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
+            decoder = exact_decoder(self, lean_decoder) if self.exact else lean_decoder(self.model, self.decoder)
         if decoder is None:
             kinds = kinds[1:] if self._base is None and self.stock_modules.repeats else ()
         for kind in kinds:
@@ -402,9 +441,16 @@ class Target:
         ends = [_end(cache, block) for block in blocks if block.positions is None]
         for block in blocks:
             lengths, count = [cache.lengths[row] for row in block.rows], block.count
-            pending = cache.pending[block.rows[0]]
-            entries = block.attention_mask, lengths, count, pending, block.depth
-            masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
+            masks = self.traits.masks.build(
+                lengths,
+                count,
+                dtype=self.dtype,
+                device=self.device,
+                pending=cache.pending[block.rows[0]],
+                attention_mask=block.attention_mask,
+                depth=block.depth,
+                slot_shifts=block.slot_shifts,
+            )
             parts.append((block.rows, count, masks))
         layout = cache.plan_layout(parts)
         if len(ends) == len(blocks):

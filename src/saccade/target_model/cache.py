@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
-from saccade.target_model.forward import Layout, Masks, Span
+from saccade.target_model.attention import Layout, Masks, Span
 from saccade.target_model.recurrent import RecurrentStates
 
 QUANTUM = 64

@@ -15,13 +15,15 @@ every lossless method, batch size, size of prompt chunks and reused prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import cpu
+from saccade.errors import ModelError
 from saccade.target_model.linear import SHARE, Linear, faster_rows, packed
 
 REFERENCE = 16  # rows of the product whose bits all others must give
@@ -217,7 +219,7 @@ class ExactAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
-        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.forward.attend`."""
+        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.attention.attend`."""
         dtype = values.dtype
         block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * keys.shape[2]))
         largest = values.abs().float().amax(-1).clamp_min_(_LEAST)  # of every key
@@ -267,3 +269,49 @@ def power_of_two(numbers: Tensor) -> Tensor:
     """Return the largest powers of two that do not exceed the numbers' sizes, in float32 or float64; 0 for 0."""
     integers, exponent = _EXPONENT[numbers.dtype]
     return (numbers.view(integers) & exponent).view(numbers.dtype)
+
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices with float64. The conformance tests run on CPUs."""
+_CONTEXT = 2**17  # longest sequence of models whose configuration names none
+_BEYOND = 1024  # most tokens of a tree that may exceed the context before they are cut
+
+
+def caveat(target: Any, lossless: bool) -> str:
+    """What may make a greedy answer of a `Target` other than plain decoding's; empty for nothing and lossy methods."""
+    if target.dtype.itemsize > 2 or target.exact or not lossless:
+        return ""
+    name = str(target.dtype).removeprefix("torch.")
+    return (
+        f"In {name}, draft tokens and other answers in a batch change the rounding, "
+        "and with it an answer where two tokens nearly tie; exact mode (--exact) prevents that."
+    )
+
+
+def exact_decoder(target: Any, build: Callable[..., Any]) -> Any:
+    """Build the decoder of a `Target` in exact mode, by `saccade.target_model.lean.lean_decoder`."""
+    if target.ranks is not None:
+        raise ModelError(
+            "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
+        )
+    kind = target.device.type
+    if kind not in DEVICES:
+        raise ModelError(
+            f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
+            f"{kind}; load the model on the CPU, or leave exact out."
+        )
+    keys = (target.traits.limits.context or _CONTEXT) + _BEYOND
+    if keys > MAX_KEYS:
+        raise ModelError(
+            f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
+            f"{target.traits.limits.context}; lower max_position_embeddings in its configuration, or leave exact out."
+        )
+    attention = ExactAttention(keys, target.dtype)
+    decoder = build(target.model, target.decoder, attention) if target.traits.tested else None
+    if decoder is None or decoder.head_dim > MAX_DIM:
+        raise ModelError(
+            f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "
+            f"without hooks; the decoder of {target.traits.text_type!r} here runs on modules whose sums it does not "
+            "control; leave exact out, or choose float32, where differences are far rarer."
+        )
+    return decoder

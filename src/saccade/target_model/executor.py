@@ -13,13 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from saccade.errors import InputError, ModelError
+from saccade.errors import InputError
 from saccade.options import EXECUTORS
-from saccade.target_model.cache import RowCache
-from saccade.target_model.forward import (
-    ALL,
+from saccade.target_model.attention import ALL
+from saccade.target_model.blocks import (
     ForwardOutput,
     Requirements,
     TokenBlock,
@@ -27,9 +26,9 @@ from saccade.target_model.forward import (
     pack_deepstack,
     split_outputs,
 )
-from saccade.target_model.lean import LeanDecoder, are_whole
+from saccade.target_model.cache import RowCache
+from saccade.target_model.fusing import are_whole
 from saccade.target_model.linear import PackedModules
-from saccade.target_model.openvino_graph import missing
 from saccade.target_model.recurrent import UNMASKED_TYPES
 from saccade.target_model.sharding import HOLDER
 from saccade.target_model.stock import (
@@ -42,8 +41,7 @@ from saccade.target_model.stock import (
 )
 from saccade.target_model.traits import sharing_modes
 
-SWITCH = "SACCADE_EXECUTOR"
-"""Environment variable: the executor of models for which none is named."""
+SWITCH = "SACCADE_EXECUTOR"  # environment variable: the executor of models for which none is named
 
 
 def chosen(name: str = "auto") -> str:
@@ -53,12 +51,6 @@ def chosen(name: str = "auto") -> str:
         source = f"{SWITCH} must" if name == "auto" else "executor must"
         raise InputError(f"{source} be one of {', '.join(EXECUTORS)}, not {value!r}.")
     return value
-
-
-def check_executor(name: str) -> None:
-    """Raise `InputError` for a name that is none of an executor, and `ModelError` for one that cannot be used here."""
-    if chosen(name) == "openvino" and (problem := missing()):
-        raise ModelError(f"The executor openvino cannot be used: {problem}.")
 
 
 class Unread(NamedTuple):
@@ -81,24 +73,27 @@ class Executor(Protocol):
     """Forwards of one `Target`."""
 
     name: str
-    rounds: bool
+    rounds: bool = False
     """Whether activations are rounded to int8 before products."""
-    fixed_shapes: bool
+    fixed_shapes: bool = False
     """Whether forwards are fast in few shapes alone: rows of one size, with logits of all tokens or of the last."""
 
     @property
     def reserved(self) -> int:
-        """Bytes that it may take on the device beside caches."""
+        """Bytes that it may take on the device besides caches."""
+        return 0
 
     @property
     def is_current(self) -> bool:
         """Whether the model still has the modules and weights that it was made of."""
+        return True
 
     def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
         """Return an empty cache, for trees that grow level by level (``in_levels``); others as of `RowCache`."""
 
     def keep(self, cache: RowCache) -> None:
         """Take back a cache whose owner is gone."""
+        return
 
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """Run new tokens behind their rows' entries; theirs are pending."""
@@ -115,42 +110,13 @@ class Executor(Protocol):
         None where that takes a forward per token. Behind tokens that are not read, no entry is pending yet: the caller
         adds them. ``first``: position of the first token of every row.
         """
+        return None
 
 
-class _Reached(Exception):
-    """Raised right before a module runs."""
-
-
-class EndingAt:
-    """End a forward right before a module runs; gives its arguments by name, the first one as ``hidden_states``.
-
-    No generator: one that swallows an exception is held by it in Python 3.12, with its callers and their caches.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._arguments: dict[str, Any] = {}
-        self._handle = module.register_forward_pre_hook(self._stop, with_kwargs=True, prepend=True)
-
-    def _stop(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
-        raise _Reached
-
-    def __enter__(self) -> dict[str, Any]:
-        return self._arguments
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._handle.remove()
-        return kind is _Reached
-
-
-class StockExecutor:
+class StockExecutor(Executor):
     """The model's own modules, one row after the other where they cannot run several as one sequence."""
 
     name = "stock"
-    rounds = False
-    fixed_shapes = False
-    reserved = 0
-    is_current = True
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -179,9 +145,6 @@ class StockExecutor:
         """As of `Executor`."""
         return RowCache(max_slots=max_slots, rows=rows, **self._target.cache_shape)
 
-    def keep(self, cache: RowCache) -> None:
-        """Keep none."""
-
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
         with nullcontext() if self._packed is None else self._packed.running(self._target.looks):
@@ -196,7 +159,7 @@ class StockExecutor:
         """As of `Executor`."""
         parts = []
         for single in block.split_rows():
-            with EndingAt(self._target.layers[layer]) as entering:
+            with self._target.ending_at(self._target.layers[layer]) as entering:
                 self._run_row(cache, single, Requirements())
             parts.append(entering["hidden_states"].to(self._target.device))
         return torch.cat(parts)
@@ -204,10 +167,6 @@ class StockExecutor:
     def lm_head(self, states: Tensor) -> Tensor:
         """As of `Executor`."""
         return self._target.output_embeddings(states)  # type: ignore[no-any-return]
-
-    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
-        """As of `Executor`."""
-        return None
 
     def _run_packed(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
@@ -287,62 +246,3 @@ class StockExecutor:
             "past_key_values": cache,
             "use_cache": True,
         }
-
-
-class LeanExecutor:
-    """A `LeanDecoder` on ordinary operations of torch."""
-
-    name = "lean"
-    rounds = False
-    fixed_shapes = False
-    reserved = 0
-
-    def __init__(self, target: Any, decoder: LeanDecoder) -> None:
-        self.target, self.decoder = target, decoder
-
-    @property
-    def is_current(self) -> bool:
-        """As of `Executor`."""
-        return self.decoder.is_current
-
-    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
-        """As of `Executor`."""
-        return RowCache(max_slots=max_slots, rows=rows, **self.target.cache_shape)
-
-    def keep(self, cache: RowCache) -> None:
-        """Keep none."""
-
-    def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
-        """As of `Executor`."""
-        layout, positions, indices = self.target.plan(cache, blocks)
-        x, deepstack = self.target.embedded(blocks), pack_deepstack(blocks)
-        normed, hidden = self.decoder(x, positions, cache, layout, requirements, deepstack)
-        logits = self.decoder.logits(normed if indices is None else normed[indices])
-        return split_outputs(blocks, logits, hidden)
-
-    def compute(
-        self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits ``[T, V]``, or those of tokens at some ``indices``, and states by layer, without a look by the host.
-
-        The tokens are those that the cache is laid out for.
-        """
-        x = self.target.embed(tokens.flatten())
-        normed, hidden = self.decoder(x, positions, cache, cache.layout, requirements)
-        return self.decoder.logits(normed if indices is None else normed.index_select(0, indices)), hidden
-
-    def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
-        """As of `Executor`."""
-        layout, positions, _ = self.target.plan(cache, [block])
-        states, _ = self.decoder(self.target.embedded([block]), positions, cache, layout, until=layer)
-        return states.view(*block.tokens.shape, -1)
-
-    def lm_head(self, states: Tensor) -> Tensor:
-        """As of `Executor`."""
-        if self.target.exact:
-            return self.target.output_embeddings(states)  # type: ignore[no-any-return]
-        return self.decoder.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)
-
-    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
-        """As of `Executor`."""
-        return None

@@ -3,18 +3,14 @@
 A decoder of 32 layers takes some 500 launches, which last longer than the work of a small draft model, or of one row of
 a large one. A captured forward takes one. It repeats its operations on the same memory with the same shapes, so
 
-- its inputs have memory of their own, filled before every replay: tokens, positions, each row's first slot, and which
-  of the drafted entries a token attends to;
-- tokens per row and keys come in few sizes (`QUERIES`, `keys_for`): tokens are padded at the end, and masks hide the
-  slots behind a row's entries;
+- its inputs have memory of their own, filled before every replay: tokens, positions, each row's first slot, and masks;
+- tokens per row and keys come in few sizes (`QUERIES`, `keys_for`): padding is at the end, and hidden by masks;
 - slots and masks are computed inside, from the inputs; nothing is read by the host.
 
 A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before. So are
-drafts of heads and trees of draft models (`saccade.draft.captured`).
-
-Of hybrids the model's own modules are captured. What their recurrent layers keep of new tokens is copied to memory that
-all graphs of a cache share, where a second graph finds it, which commits a path in all layers. So a graph belongs to
-rows, and to a number of tokens, with padding in chains alone; while tokens of any rows are pending, none runs.
+drafts of heads and trees of draft models (`saccade.draft.captured`). Of hybrids the model's own modules are captured;
+what their recurrent layers keep of new tokens is copied to memory that all graphs of a cache share, where a second
+graph commits a path. So a graph belongs to rows, and while tokens of any rows are pending, none runs.
 
 A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
 logits differ, or capturing fails, no graphs are used any more.
@@ -36,19 +32,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.errors import SaccadeWarning
+from saccade.target_model.agreement import are_close
+from saccade.target_model.attention import ALL, Layout, RowGroup, additive, run_end
+from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor, StockExecutor, Unread
-from saccade.target_model.forward import (
-    ALL,
-    ForwardOutput,
-    Layout,
-    Requirements,
-    RowGroup,
-    TokenBlock,
-    additive,
-    run_end,
-)
-from saccade.target_model.lean import LeanDecoder, ModuleGuard, are_close
+from saccade.target_model.executor import SWITCH, Ahead, StockExecutor, Unread
+from saccade.target_model.lean import LeanDecoder, LeanExecutor
+from saccade.target_model.linear import ModuleGuard
 from saccade.target_model.recurrent import HELD, PendingTokens
 
 QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
@@ -132,8 +122,7 @@ class GraphExecutor:
     the next one finds."""
 
     name = "graphs"
-    rounds = False
-    fixed_shapes = True
+    rounds, fixed_shapes = False, True
 
     def __init__(self, target: Any, decoder: LeanDecoder | None) -> None:
         self.target, self.decoder = target, decoder
@@ -616,10 +605,7 @@ def lay_out(
     mask: Tensor | None = None,
     behind: int = 0,
 ) -> None:
-    """Lay out a captured forward in a cache; ``starts`` are those of the shape, others as of `_Step`.
-
-    ``behind``: pending tokens before it in recurrent layers.
-    """
+    """Lay out a captured forward in a cache; ``behind``: pending tokens before it in recurrent layers."""
     if cache.states is not None:
         cache.states.plan([(shape.rows, shape.queries, mask, 0, behind)], starts.device)
     new = torch.arange(shape.queries, device=starts.device)

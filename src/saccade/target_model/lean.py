@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import cache
-from itertools import repeat
-from operator import contains, is_
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
 
-from saccade.errors import ModelError
+from saccade.target_model.attention import ALL, Layout
+from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
 from saccade.target_model.cache import RowCache
 from saccade.target_model.exact import (
-    MAX_DIM,
-    MAX_KEYS,
     ExactAttention,
     SteadyLinear,
     grids,
@@ -35,44 +30,12 @@ from saccade.target_model.exact import (
     pieces,
     steady_silu,
 )
-from saccade.target_model.forward import ALL, Layout, Requirements, TokenBlock
+from saccade.target_model.executor import Executor
+from saccade.target_model.fusing import adapt_layer, fits, fuse_layer, guard_of, is_plain_lora
 from saccade.target_model.linear import AdaptedLinear, Linear, WeightWatch, pack_where_faster
-from saccade.target_model.traits import Thresholds, ordinary_ids
-from saccade.tree import ancestors_of
 
 _SMALL = 1 << 28  # bytes of the weights of a decoder that counts as small
 _FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05, torch.int8: 0.4}
-"""Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
-roundings of each dtype. A structural difference moves logits by about one standard deviation."""
-VERIFIED_ATTENTION = frozenset(
-    f"transformers.models.{folder}.modeling_{folder}.{name}"
-    for folder, name in (
-        ("llama", "LlamaAttention"),
-        ("mistral", "MistralAttention"),
-        ("qwen2", "Qwen2Attention"),
-        ("qwen3", "Qwen3Attention"),
-        ("qwen2_vl", "Qwen2VLAttention"),
-        ("qwen2_5_vl", "Qwen2_5_VLAttention"),
-        ("qwen3_vl", "Qwen3VLTextAttention"),
-    )
-)
-"""Attention classes with the mathematics of this file. Others built of the same parts may compute more between them
-(Ministral-3 scales its queries by position) and run on the stock modules."""
-
-
-@dataclass(slots=True)
-class _LayerWeights:
-    """One layer's weights."""
-
-    norm_in: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    norm_mlp: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class LeanDecoder:
@@ -81,7 +44,7 @@ class LeanDecoder:
     def __init__(self, model: Any, decoder: Any, exact: ExactAttention | None = None) -> None:
         product = Linear if exact is None else SteadyLinear
         attention = decoder.layers[0].self_attn
-        self._layers = layers = [_fuse_layer(layer, product) for layer in decoder.layers]
+        self._layers = layers = [fuse_layer(layer, product) for layer in decoder.layers]
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         self.width: int = self._norm.shape[0]
@@ -100,7 +63,7 @@ class LeanDecoder:
         self.reads_positions = self._norm.is_cpu  # whether the host reads the highest where nobody names it
         self._table: Tensor | None = None  # `[P, 2 * D]` angles of the first positions
         self._sections: list[int] = list(rope.get("mrope_section", ()))
-        self._guard = _guard_of(model, decoder)
+        self._guard = guard_of(model, decoder)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
         self._grids = None if exact is None else grids(self._heads, self.kv_heads, self._scale, dtype, device)
@@ -115,7 +78,7 @@ class LeanDecoder:
         """Return the decoder of a copy of the model with LoRAs, on these very products; None for kinds such as DoRA."""
         head = model.get_output_embeddings()
         wrapped = [m for m in (*decoder.layers.modules(), head) if hasattr(m, "base_layer")]
-        if not all(map(_is_plain_lora, wrapped)):
+        if not all(map(is_plain_lora, wrapped)):
             return None
         steady = list(self._steady)
 
@@ -127,11 +90,11 @@ class LeanDecoder:
 
         other = copy.copy(self)
         layers = zip(self._layers, decoder.layers, strict=True)
-        other._layers = [_adapt_layer(weights, layer, product) for weights, layer in layers]
+        other._layers = [adapt_layer(weights, layer, product) for weights, layer in layers]
         other.logits = AdaptedLinear.of(self.logits, [head], product)
         other._rotary, other._table = decoder.rotary_emb, None
         other.is_adapted = True
-        other._guard = _guard_of(model, decoder)
+        other._guard = guard_of(model, decoder)
         if self._exact is not None:
             other._steady = steady
             other._sizes = make_steady(steady)
@@ -308,265 +271,56 @@ def _pad(rows: Tensor, padding: int) -> Tensor:
 
 def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) -> LeanDecoder | None:
     """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
-    if not _fits(model, decoder):
+    if not fits(model, decoder):
         return None
     lean = LeanDecoder(model, decoder, exact)
     return lean if lean.is_current else None  # hooks on the model itself
 
 
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-WEIGHTS: tuple[type, ...] = (nn.Parameter,)
-"""Types of weights that hold their values and nothing else; quantised ones have types of their own."""
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+class LeanExecutor(Executor):
+    """A `LeanDecoder` on ordinary operations of torch."""
 
+    name = "lean"
 
-def _fits(model: Any, decoder: Any) -> bool:
-    """Whether every layer is built of the known parts, whole, on one device and without hooks."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
-        return False
-    weights = [*decoder.parameters(), head.weight]
-    if not are_whole(weights) or len({p.dtype for p in weights}) > 1:
-        return False
-    norm = getattr(decoder.layers[0], "input_layernorm", None)
-    eps = getattr(norm, "variance_epsilon", None)
-    return eps is not None and all(_layer_fits(layer, eps) for layer in decoder.layers)
-
-
-def are_whole(weights: Sequence[Any]) -> bool:
-    """Whether weights hold their values on one device: neither quantised nor a part of each."""
-    known = [p.device for p in weights if type(p) in WEIGHTS and not hasattr(p, "device_mesh")]
-    return len(known) == len(weights) and len(set(known)) == 1
-
-
-def _layer_fits(layer: Any, eps: float) -> bool:
-    if {n for n, _ in layer.named_children()} != _LAYER_PARTS:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if f"{type(attention).__module__}.{type(attention).__qualname__}" not in VERIFIED_ATTENTION:
-        return False
-    if not {n for n, _ in attention.named_children()} <= _ATTENTION_PARTS:
-        return False
-    if {n for n, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
-        return False
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if any(type(m) is not nn.Linear for m in linears):
-        return False
-    if any(m.bias is not None for m in linears[3:]):
-        return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
-    if any(getattr(n, "variance_epsilon", None) != eps for n in norms):
-        return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in layer.modules())
-    return not hooked and hasattr(attention, "scaling") and hasattr(attention, "head_dim")
-
-
-def gives_stock_logits(target: Any) -> bool:
-    """Whether a `Target`'s lean decoder and stock modules agree on a small tree, and far away (`Thresholds`)."""
-    limits = target.traits.limits
-    far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
-    ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
-    cache = target.new_cache(1)
-    cache.reserve(0, len(ids))
-    prompt = torch.tensor([ids[:7]], device=target.device)
-    target.forward(cache, [TokenBlock([0], prompt, logits_from=6)])
-    cache.commit([0], [range(7)])
-    parents = [0, 0, 0, 1, *(0 for _ in far)]
-    depths = [0, 1, 1, 2, *(max(n - 7, 1) for n in far)]
-    tokens, above, depth = torch.tensor([ids[7:], parents, depths], device=target.device)[:, None]
-    positions = limits.clamp_positions(depth + 7, [7])[None]  # beyond those that so many tokens would have
-    tree = TokenBlock([0], tokens, ancestors_of(above, 2), depth, positions=positions)
-    with target.stock():
-        stock = target.forward(cache, [tree])[0].logits.float()
-    cache.drop([0])
-    ours = target.forward(cache, [tree])[0].logits.float()
-    return are_close(ours, stock, torch.int8 if target.executor.rounds else target.dtype)
-
-
-def are_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rounding in a dtype explains what logits ``[..., V]`` differ by."""
-    error = (ours - expected).abs().amax(-1) / expected.std(-1)
-    return bool((error <= TOLERANCE.get(dtype, 0.0)).all())  # not >, so that NaN fails
-
-
-@torch.inference_mode(False)  # the user may continue to train the weights
-@torch.no_grad()
-def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections, gates = _fused_groups(layer)
-    with_bias = all(m.bias is not None for m in projections)
-    return _LayerWeights(
-        norm_in=layer.input_layernorm.weight,
-        qkv=product(
-            fuse_parameters([m.weight for m in projections]),
-            fuse_parameters([m.bias for m in projections]) if with_bias else None,
-            [parameter for m in projections for parameter in m.parameters()],
-        ),
-        q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
-        k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
-        out=product(attention.o_proj.weight),
-        norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=product(fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
-        down=product(mlp.down_proj.weight),
-    )
-
-
-def _is_plain_lora(module: Any) -> bool:
-    """Whether a module of PEFT is a linear one of a model with a LoRA on top, and no variant such as DoRA."""
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return kind == "peft.tuners.lora.layer.Linear" and type(module.base_layer) is nn.Linear and not module.lora_variant
-
-
-def _adapt_layer(weights: _LayerWeights, layer: Any, product: Callable[..., Linear]) -> _LayerWeights:
-    projections, gates = _fused_groups(layer)
-    parts = {"qkv": projections, "out": [layer.self_attn.o_proj], "gate_up": gates, "down": [layer.mlp.down_proj]}
-    adapted: dict[str, Any] = {
-        name: AdaptedLinear.of(getattr(weights, name), part, product) for name, part in parts.items()
-    }
-    return replace(weights, **adapted)
-
-
-def _guard_of(model: Any, decoder: Any) -> ModuleGuard:
-    fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
-    joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
-    return ModuleGuard(model, (decoder, model.get_output_embeddings()), joined)
-
-
-def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:
-    """The attention's and the MLP's projections that are fused."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
-
-
-def fuse_parameters(parameters: list[Any]) -> Tensor:
-    """Fuse parameters into one tensor and make each a view of it."""
-    parts: list[Tensor] = [p.detach() for p in parameters]
-    sizes = [p.shape[0] for p in parts]
-    ends = [p.data_ptr() + p.nbytes for p in parts]
-    in_one = len({p.untyped_storage().data_ptr() for p in parts}) == 1
-    if in_one and [p.data_ptr() for p in parts[1:]] == ends[:-1]:  # fused by an earlier lean decoder of the same model
-        first = parts[0]
-        shape = sum(sizes), *first.shape[1:]
-        return first.as_strided(shape, first.stride(), first.storage_offset())
-    fused = torch.cat(parts)
-    for parameter, part in zip(parameters, fused.split(sizes), strict=True):
-        parameter.data = part
-    return fused
-
-
-_GET: Any = dict.get  # typed for a map over both lists
-
-
-class ModuleGuard:
-    """Snapshot of a model's decoder and head, compared with the model before every forward."""
-
-    def __init__(self, model: nn.Module, replaced: Sequence[nn.Module], fused: Iterable[Tensor]) -> None:
-        inside = {m for root in replaced for m in root.modules()}
-        around = {m for m in model.modules() if any(root in set(m.modules()) for root in replaced)}
-        modules = [*inside, *(around - inside)]
-        # Dictionaries of the modules themselves, compared by C code: a tenth of the time of visiting the modules.
-        self._hooks: list[dict[Any, Any]] = [m._forward_hooks for m in modules]
-        self._hooks += [m._forward_pre_hooks for m in modules]
-        # Global hooks would not see the replaced modules, either.
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._attributes = [m.__dict__ for m in modules]
-        parts: list[tuple[dict[str, Any], str, Any]] = [
-            (m._modules, name, child) for m in modules for name, child in m._modules.items() if child in inside | around
-        ]
-        parts += [(m._parameters, name, p) for m in inside for name, p in m._parameters.items()]
-        self._owners, self._names, self._parts = ([part[i] for part in parts] for i in range(3))
-        self._fused = list(fused)
-        self._addresses = [t.data_ptr() for t in self._fused]
-        self._lists = [m._modules for m in inside if isinstance(m, nn.ModuleList)]
-        self._lengths = [len(children) for children in self._lists]
+    def __init__(self, target: Any, decoder: LeanDecoder) -> None:
+        self.target, self.decoder = target, decoder
 
     @property
     def is_current(self) -> bool:
-        """Whether no part was replaced, added, cast, moved, hooked, or given a forward of its own."""
-        return (
-            not any(self._hooks)
-            and not any(map(contains, self._attributes, repeat("forward")))
-            and all(map(is_, map(_GET, self._owners, self._names), self._parts))
-            and [t.data_ptr() for t in self._fused] == self._addresses
-            and list(map(len, self._lists)) == self._lengths
-        )
+        """As of `Executor`."""
+        return self.decoder.is_current
 
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
+        """As of `Executor`."""
+        return RowCache(max_slots=max_slots, rows=rows, **self.target.cache_shape)
 
-DEVICES = ("cpu", "cuda")
-"""Kinds of devices with float64. The conformance tests run on CPUs."""
-_CONTEXT = 2**17  # longest sequence of models whose configuration names none
-_BEYOND = 1024  # most tokens of a tree that may exceed the context before they are cut
-_PROMPT, _DEPTH, _WIDTH = 9, 5, 3  # prompt tokens, levels and tokens per level of the trees that are tried at load
+    def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
+        """As of `Executor`."""
+        layout, positions, indices = self.target.plan(cache, blocks)
+        x, deepstack = self.target.embedded(blocks), pack_deepstack(blocks)
+        normed, hidden = self.decoder(x, positions, cache, layout, requirements, deepstack)
+        logits = self.decoder.logits(normed if indices is None else normed[indices])
+        return split_outputs(blocks, logits, hidden)
 
+    def compute(
+        self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits ``[T, V]``, or those of tokens at some ``indices``, and states by layer, without a look by the host.
 
-def caveat(target: Any, lossless: bool) -> str:
-    """What may make a greedy answer of a `Target` other than plain decoding's; empty for nothing and lossy methods."""
-    if target.dtype.itemsize > 2 or target.exact or not lossless:
-        return ""
-    name = str(target.dtype).removeprefix("torch.")
-    return (
-        f"In {name}, draft tokens and other answers in a batch change the rounding, "
-        "and with it an answer where two tokens nearly tie; exact mode (--exact) prevents that."
-    )
+        The tokens are those that the cache is laid out for.
+        """
+        x = self.target.embed(tokens.flatten())
+        normed, hidden = self.decoder(x, positions, cache, cache.layout, requirements)
+        return self.decoder.logits(normed if indices is None else normed.index_select(0, indices)), hidden
 
+    def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
+        """As of `Executor`."""
+        layout, positions, _ = self.target.plan(cache, [block])
+        states, _ = self.decoder(self.target.embedded([block]), positions, cache, layout, until=layer)
+        return states.view(*block.tokens.shape, -1)
 
-def exact_decoder(target: Any) -> LeanDecoder:
-    """Build the decoder of a `Target` in exact mode."""
-    if target.ranks is not None:
-        raise ModelError(
-            "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
-        )
-    kind = target.device.type
-    if kind not in DEVICES:
-        raise ModelError(
-            f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
-            f"{kind}; load the model on the CPU, or leave exact out."
-        )
-    keys = (target.traits.limits.context or _CONTEXT) + _BEYOND
-    if keys > MAX_KEYS:
-        raise ModelError(
-            f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
-            f"{target.traits.limits.context}; lower max_position_embeddings in its configuration, or leave exact out."
-        )
-    attention = ExactAttention(keys, target.dtype)
-    decoder = lean_decoder(target.model, target.decoder, attention) if target.traits.tested else None
-    if decoder is None or decoder.head_dim > MAX_DIM:
-        raise ModelError(
-            f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "
-            f"without hooks; the decoder of {target.traits.text_type!r} here runs on modules whose sums it does not "
-            "control; leave exact out, or choose float32, where differences are far rarer."
-        )
-    return decoder
-
-
-@torch.inference_mode()
-def is_exact(target: Any) -> bool:
-    """Whether a tree's path gives the bits that its tokens give one by one, behind a prompt in other chunks."""
-    ids = ordinary_ids(target.config, target.vocab_size, _PROMPT + _DEPTH * _WIDTH)
-    prompt, nodes = ids[:_PROMPT], ids[_PROMPT:]
-    path = [level * _WIDTH + level % _WIDTH for level in range(_DEPTH)]  # a root, and one of each level's tokens
-    parents = [path[max(node // _WIDTH - 1, 0)] for node in range(len(nodes))]
-    cache = target.new_cache(2)
-    for row in range(2):
-        cache.reserve(row, len(ids))
-
-    def run(row: int, tokens: list[int], path: Sequence[int], *tree: Any) -> Tensor:
-        """Run tokens and commit a path, whose logits are returned."""
-        block = TokenBlock([row], torch.tensor([tokens], device=target.device), *tree)
-        logits: Tensor = target.forward(cache, [block])[0].logits[0]
-        cache.commit([row], [path])
-        return logits[list(path)]
-
-    run(0, prompt, range(_PROMPT))
-    above = ancestors_of(torch.tensor([parents], device=target.device), _DEPTH)
-    depth = torch.tensor([[node // _WIDTH for node in range(len(nodes))]], device=target.device)
-    drafted = run(0, nodes, path, above, depth)
-    for part in (prompt[:4], prompt[4:]):
-        run(1, part, range(len(part)))
-    plain = torch.cat([run(1, [nodes[node]], [0]) for node in path])
-    for ours, theirs in zip(cache.export(0), cache.export(1), strict=True):
-        if not all(map(torch.equal, ours, theirs)):
-            return False
-    return torch.equal(drafted, plain)
+    def lm_head(self, states: Tensor) -> Tensor:
+        """As of `Executor`."""
+        if self.target.exact:
+            return self.target.output_embeddings(states)  # type: ignore[no-any-return]
+        return self.decoder.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)

@@ -1,12 +1,10 @@
 """Products with weights in the memory layout, and steps with the threads, that are fastest on this CPU.
 
-A forward of speculative decoding multiplies every weight with a few rows, for which reading the weights from memory
-takes longest. A float32 weight of a 16-bit checkpoint is kept once more in float16 and multiplied in float32 by fbgemm,
-which reads half as much: the product of the very same numbers, as long as float16 holds each of them times one power of
-two, or an int8 step of each output's scale. Other weights are packed by oneDNN, as torch's own product would at every
-call. Which layout wins for which numbers of rows depends on the processor, the shape and the size of all weights beside
-the caches', so it is measured, once per machine. How many threads are fastest depends on what else runs, too, and is
-measured all the time.
+A forward of speculative decoding multiplies every weight with a few rows, which mostly waits for the weights. A
+float32 weight of a 16-bit checkpoint is kept once more in float16 and multiplied in float32 by fbgemm, which reads half
+as much: the product of the very same numbers, as long as float16 holds each times one power of two, or an int8 step of
+each output's scale. Other weights are packed by oneDNN. Which layout is faster for which numbers of rows is measured
+once per machine, how many threads are fastest all the time. Changed weights and modules are noticed by snapshots.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import starmap
-from operator import attrgetter, is_, methodcaller
+from itertools import repeat, starmap
+from operator import attrgetter, contains, is_, methodcaller
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from saccade import cpu
 from saccade.target_model.int8 import int8_of
@@ -324,10 +323,7 @@ def works(layout: str, dtype: torch.dtype) -> bool:
 
 
 def _measure(layouts: Sequence[str], weight: Tensor, copies: int) -> list[int]:
-    """First number of rows from which on each layout beats all behind it and none, and the first beyond.
-
-    As many weights are multiplied in turn as a model has, so that caches hold no more than in its forwards.
-    """
+    """First number of rows from which each layout beats all after it and none, and the first beyond; from memory."""
     generator = torch.Generator().manual_seed(0)
     like = torch.randn(weight.shape, generator=generator).bfloat16().to(weight.dtype)  # float16 holds it, too
     weights = [like.clone() for _ in range(copies)]
@@ -398,6 +394,44 @@ class _Runs:
             self.best = threads
             self._recent.clear()
             self._ratios.clear()
+
+
+_GET: Any = dict.get  # typed for a map over both lists
+
+
+class ModuleGuard:
+    """Snapshot of a model's decoder and head, compared with the model before every forward."""
+
+    def __init__(self, model: nn.Module, replaced: Sequence[nn.Module], fused: Iterable[Tensor]) -> None:
+        inside = {m for root in replaced for m in root.modules()}
+        around = {m for m in model.modules() if any(root in set(m.modules()) for root in replaced)}
+        modules = [*inside, *(around - inside)]
+        # Dictionaries of the modules themselves, compared by C code: a tenth of the time of visiting the modules.
+        self._hooks: list[dict[Any, Any]] = [m._forward_hooks for m in modules]
+        self._hooks += [m._forward_pre_hooks for m in modules]
+        # Global hooks would not see the replaced modules, either.
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [m.__dict__ for m in modules]
+        parts: list[tuple[dict[str, Any], str, Any]] = [
+            (m._modules, name, child) for m in modules for name, child in m._modules.items() if child in inside | around
+        ]
+        parts += [(m._parameters, name, p) for m in inside for name, p in m._parameters.items()]
+        self._owners, self._names, self._parts = ([part[i] for part in parts] for i in range(3))
+        self._fused = list(fused)
+        self._addresses = [t.data_ptr() for t in self._fused]
+        self._lists = [m._modules for m in inside if isinstance(m, nn.ModuleList)]
+        self._lengths = [len(children) for children in self._lists]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no part was replaced, added, cast, moved, hooked, or given a forward of its own."""
+        return (
+            not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+            and all(map(is_, map(_GET, self._owners, self._names), self._parts))
+            and [t.data_ptr() for t in self._fused] == self._addresses
+            and list(map(len, self._lists)) == self._lengths
+        )
 
 
 class StepThreads:

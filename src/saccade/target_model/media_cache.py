@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from saccade.inputs.families.family import Medium, Prompt
-from saccade.target_model.adapter import Target
+from saccade.target_model.adapter import EndingAt, Target
 from saccade.target_model.cache import on_device
-from saccade.target_model.executor import EndingAt
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
 MOST_TOGETHER = 8192  # most placeholders of images that are encoded in one call

@@ -24,10 +24,10 @@ from torch import Tensor
 from saccade import cpu
 from saccade.errors import SaccadeWarning
 from saccade.options import INT8
+from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
 from saccade.target_model.cache import RowCache
-from saccade.target_model.executor import Ahead, LeanExecutor, Unread
-from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
-from saccade.target_model.lean import LeanDecoder
+from saccade.target_model.executor import Ahead, Unread
+from saccade.target_model.lean import LeanDecoder, LeanExecutor
 from saccade.target_model.linear import SHARE
 from saccade.target_model.openvino_graph import BLOCK, GraphBuilder, missing, runtime
 

@@ -22,8 +22,7 @@ from saccade.target_model.int8 import int8_of
 from saccade.target_model.lean import LeanDecoder
 
 BLOCK = 32  # slots of a block, as the CPU plugin has it
-VERSIONS = ("2026.4",)
-"""Versions of OpenVINO whose attention operation has the inputs that are given here."""
+VERSIONS = ("2026.4",)  # versions of OpenVINO whose attention operation has the inputs that are given here
 PLACES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
 """Inputs of the attention operation: per row its entries, its first token, and the numbers of its blocks."""
 

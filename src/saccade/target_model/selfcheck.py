@@ -17,8 +17,8 @@ from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.forward import replaced
 from saccade.target_model.recurrent import RECURRENT_TYPES, has_tree_form
+from saccade.target_model.stock import replaced
 from saccade.target_model.traits import LAYER_TYPES, WINDOWS, Thresholds, layer_types, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 

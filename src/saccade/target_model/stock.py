@@ -8,7 +8,7 @@ windows, soft caps and sinks). The masks passed to the modules are only labels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -21,8 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
+from saccade.target_model.attention import ALL
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.forward import ALL, replaced
 from saccade.target_model.recurrent import UNMASKED_TYPES
 from saccade.target_model.traits import layer_types
 
@@ -31,6 +31,19 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_
 ROWS_AT_ONCE = 64  # queries whose attention is in memory at a time
 _RUNNING: list[RowCache] = []  # the cache of the forward under way
 _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDictionary()
+
+
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, each given as owner, name and value, while the context is open."""
+    with ExitStack() as restoring:
+        for owner, name, value in changes:
+            if hasattr(owner, name):
+                restoring.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                restoring.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 def can_switch_attention(decoder: Any) -> bool:

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from saccade.grammar import Rollback
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
+from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.cache import on_device, to_device
 from saccade.target_model.context import Context, PrefillResult
-from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Rows, at_nodes
 
 STRICT, LOOSE, SHIFTED = range(3)
@@ -26,22 +26,14 @@ because the target's token occurs elsewhere in the draft."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of one verification pass.
+    """Outcome of one verification pass."""
 
-    Attributes:
-        path: ``[B, D + 1]`` node indices from the root down to the last accepted node, then zeros.
-        count: ``[B]`` accepted nodes, the root not counted.
-        token: ``[B]`` the target's own token after the path (correction or bonus).
-        marks: ``[B, D + 1]`` how each node of the path was accepted (`STRICT`, `LOOSE`, `SHIFTED`); None when all
-            are strict.
-        host: per row the path and the token, where they were decided on the host; else None.
-    """
-
-    path: Tensor
-    count: Tensor
-    token: Tensor
-    marks: Tensor | None = None
-    host: Sequence[tuple[list[int], int]] | None = field(default=None, init=False)  # so that `replace` leaves it out
+    path: Tensor  # [B, D + 1] node indices from the root down to the last accepted node, then zeros
+    count: Tensor  # [B] accepted nodes, the root not counted
+    token: Tensor  # [B] the target's own token after the path (correction or bonus)
+    marks: Tensor | None = None  # [B, D + 1] how each node was accepted (`STRICT`, ...); None when all are strict
+    # per row the path and the token, where they were decided on the host; `replace` leaves it out
+    host: Sequence[tuple[list[int], int]] | None = field(default=None, init=False)
 
     def emitted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[B, D + 1]`` behind the roots of trees, of nodes ``[B, N]``; the first ``[B]`` of each count."""

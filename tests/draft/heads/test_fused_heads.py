@@ -20,8 +20,8 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.policy import Chain
 from saccade.target_model import linear
+from saccade.target_model.attention import ALL, Layout, MaskPlan, Span, additive
 from saccade.target_model.cache import RowCache
-from saccade.target_model.forward import ALL, Layout, MaskPlan, Span, additive
 
 ENTRIES = 6
 
@@ -36,16 +36,14 @@ def outputs(head: Head) -> Tensor:
     dtype = next(head.parameters()).dtype
     cache = head.new_cache(1)
     cache.reserve(0, ENTRIES)
-    cache.plan_layout(
-        [([0], ENTRIES, MaskPlan(None, ()).build(None, [0], ENTRIES, 0, None, dtype, torch.device("cpu")))]
-    )
+    cache.plan_layout([([0], ENTRIES, MaskPlan(None, ()).build([0], ENTRIES, dtype=dtype, device=torch.device("cpu")))])
     at = Placement(torch.arange(ENTRIES)[None], cache=cache, last=ENTRIES - 1)
     more: dict[str, Any] = {}
     if head.kind == "dream":
         more["over"] = Placement(at.positions, cache=RowCache([torch.device("cpu")] * len(head.cross), 1))
         more["over"].cache.reserve(0, ENTRIES)
         more["over"].cache.plan_layout(
-            [([0], ENTRIES, MaskPlan(None, ()).build(None, [0], ENTRIES, 0, None, dtype, torch.device("cpu")))]
+            [([0], ENTRIES, MaskPlan(None, ()).build([0], ENTRIES, dtype=dtype, device=torch.device("cpu")))]
         )
     with torch.no_grad():
         out: Tensor = head(features.to(dtype), embeddings.to(dtype), at, 0, **more)

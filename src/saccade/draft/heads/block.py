@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.head import HeadConfig, Placement
 from saccade.errors import ModelError
-from saccade.target_model import lean
+from saccade.target_model import fusing, linear
+from saccade.target_model.attention import ALL
 from saccade.target_model.cache import RowCache
-from saccade.target_model.forward import ALL
 from saccade.target_model.linear import Linear, pack_where_faster
 
 MOST_READ = 4096
@@ -183,7 +183,7 @@ class FusedHead:
     def __init__(self, head: nn.Module) -> None:
         self._head = head
         self._modules = [module for module in head.modules() if isinstance(module, Fusable)]
-        self._guard: lean.ModuleGuard | None = None
+        self._guard: linear.ModuleGuard | None = None
         self._moves = 0
         self.refresh()
 
@@ -191,7 +191,7 @@ class FusedHead:
         """How often modules were replaced or weights moved, as far as was asked; None while there are hooks."""
         if self._guard is None or not self._guard.is_current:
             tensors = [*self._head.parameters(), *self._head.buffers()]
-            self._guard = lean.ModuleGuard(self._head, [self._head], tensors)
+            self._guard = linear.ModuleGuard(self._head, [self._head], tensors)
             self._moves += 1
         return self._moves if self._guard.is_current else None
 
@@ -211,7 +211,7 @@ def _is_plain(layer: Any) -> bool:
     """Whether a layer is a product with weights that hold their values and nothing else, without hooks."""
     return (
         type(layer) is nn.Linear
-        and all(type(parameter) in lean.WEIGHTS for parameter in layer.parameters())
+        and all(type(parameter) in fusing.WEIGHTS for parameter in layer.parameters())
         and not (layer._forward_hooks or layer._forward_pre_hooks)
     )
 
@@ -220,7 +220,7 @@ def _fuse(layers: Sequence[nn.Linear]) -> Linear:
     """Return the product of all layers, whose weights and biases become views of its own."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]  # of all or of none
-    return Linear(lean.fuse_parameters(weights), lean.fuse_parameters(biases) if biases else None, weights)
+    return Linear(fusing.fuse_parameters(weights), fusing.fuse_parameters(biases) if biases else None, weights)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -15,8 +15,8 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
+from saccade.target_model.attention import ALL, MaskPlan
 from saccade.target_model.context import Context, PrefillResult
-from saccade.target_model.forward import ALL, MaskPlan
 
 NEAR = "sliding_attention"
 """Kind of the layers with a window."""
@@ -206,7 +206,9 @@ class DFlashDraftSession(HeadDraftSession):
         masks: dict[str, Tensor | None] = {ALL: None}
         if self._near is not None:
             lengths, like = [self.cache.lengths[row] for row in rows], self._like.dtype
-            near = self._near.build(self._seen, lengths, tokens.shape[1], 0, None, like, self._device)
+            near = self._near.build(
+                lengths, tokens.shape[1], dtype=like, device=self._device, attention_mask=self._seen
+            )
             masks[NEAR] = near[ALL]
         self.cache.plan_layout([(rows, tokens.shape[1], masks)])
         states = self._block(None, self._words(tokens), at)

@@ -14,8 +14,9 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.loading import mtp_config, mtp_pattern
 from saccade.target_model.adapter import Target
+from saccade.target_model.attention import ALL, Layout
 from saccade.target_model.context import Context
-from saccade.target_model.forward import ALL, Layout, replaced
+from saccade.target_model.stock import replaced
 from saccade.target_model.traits import entry_shapes
 
 

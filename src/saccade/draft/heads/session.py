@@ -20,12 +20,13 @@ from saccade.draft.heads.registry import HEAD_KINDS, part_of
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families.family import Prompt
-from saccade.target_model import lean
+from saccade.target_model import fusing
 from saccade.target_model.adapter import Target
+from saccade.target_model.attention import MaskPlan
+from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.executor import Unread
-from saccade.target_model.forward import ForwardOutput, MaskPlan
 from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
@@ -59,9 +60,10 @@ class HeadDrafter(Drafter):
         self.target = target  # whose embedding it shares, and whose LM head unless it has its own
         self._drafts = TRIAL if in_training else 0  # that were judged
         self._accepted: Tensor | int = 0  # tokens of those
-        self._map = LogitMap() if head.has_lm_head else logit_map(target)
+        scaling = LogitMap() if head.has_lm_head else logit_map(target)
+        self._map = None if scaling == LogitMap() else scaling
         kind = HEAD_KINDS.get(head.kind)
-        is_plain = all(type(p) in lean.WEIGHTS and p.device == target.device for p in head.parameters())
+        is_plain = all(type(p) in fusing.WEIGHTS and p.device == target.device for p in head.parameters())
         self.is_captured = kind is not None and kind.captured and is_plain and reserve(target, policy)
         self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
@@ -99,7 +101,7 @@ class HeadDrafter(Drafter):
         weight = self.target.output_embeddings.weight
         states = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
         logits = self.head.logits(states, self.target.lm_head, step).to(self.target.device)
-        return self._map(logits)
+        return logits if self._map is None else self._map(logits)
 
 
 class HeadDraftSession(DraftSession):
@@ -378,7 +380,10 @@ class HeadDraftSession(DraftSession):
         if self._masks.window is not None and gap is not None:
             self._depths = [*self._depths[:pending], *[gap] * count]
             depth = torch.tensor([self._depths], device=self._device)
-        masks = self._masks.build(attention_mask, lengths, count, pending, depth, self._like.dtype, self._device)
+        like = self._like.dtype
+        masks = self._masks.build(
+            lengths, count, dtype=like, device=self._device, pending=pending, attention_mask=attention_mask, depth=depth
+        )
         cache.plan_layout([(rows, count, masks)])
 
     def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:

@@ -240,10 +240,7 @@ def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int) -> Tenso
 
 
 def _sizes(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Pixels along a merged patch, frames of a temporal patch, and the fewest and most pixels.
-
-    Older checkpoints name the last two ``min_pixels`` and ``max_pixels``.
-    """
+    """Pixels along a merged patch, frames of a temporal patch, and the fewest and most pixels, by old names, too."""
     size = settings["size"]
     least = settings.get("min_pixels") or size.get("shortest_edge")
     most = settings.get("max_pixels") or size.get("longest_edge")
