@@ -29,8 +29,8 @@ from saccade.engine.row import plan
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draw
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput, TokenBlock
 from saccade.target_model.context import Context
+from saccade.target_model.token_blocks import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree, Emitted, Rows
 
 ROWS, LONGEST = 8, 8

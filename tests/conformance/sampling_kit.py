@@ -16,7 +16,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.families.family import Prompt
 from saccade.output import Output
-from saccade.target_model.blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rule
 

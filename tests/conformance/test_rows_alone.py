@@ -16,7 +16,7 @@ from saccade.draft.ensemble.weights import InverseError, Random
 from saccade.engine import Engine, Request
 from saccade.output import Output
 from saccade.pocket import draw
-from saccade.target_model.blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.loose import RandomLoosening
 from saccade.verify.rule import Sampling, Uniforms, Verdict

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saccade.draft.trees.policy import Frontier, Growth
-from saccade.target_model.blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

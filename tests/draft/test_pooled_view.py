@@ -20,8 +20,8 @@ from saccade.inputs.families import FAMILIES as REGISTRY
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput, TokenBlock
 from saccade.target_model.context import Context
+from saccade.target_model.token_blocks import ForwardOutput, TokenBlock
 
 ANYRES = ("llava_next", "llava_onevision")
 RESIZED = [name for name in VISUAL_FAMILIES if isinstance(pooled(target(name)), HalvedPictures)]

@@ -17,7 +17,7 @@ from saccade.draft.model import ModelDraftSession
 from saccade.engine.costs import Pacer, Trials, sampled_length
 from saccade.errors import MethodError
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ContextError
+from saccade.target_model.token_blocks import ContextError
 
 
 @dataclass

@@ -16,9 +16,9 @@ from saccade.engine import Engine, Request
 from saccade.engine.prefill import ChunkSizes
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import TokenBlock
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, Prefill
+from saccade.target_model.token_blocks import TokenBlock
 from saccade.verify.loose import LVSpec
 
 NEW = 8

@@ -18,9 +18,9 @@ from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.target_model import fusing
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import TokenBlock
 from saccade.target_model.context import Context
 from saccade.target_model.lean import rms_norm
+from saccade.target_model.token_blocks import TokenBlock
 from saccade.target_model.traits import Thresholds
 
 pytestmark = pytest.mark.executors

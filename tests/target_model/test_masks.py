@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from saccade.errors import InputError
 from saccade.target_model.attention import MaskPlan
-from saccade.target_model.blocks import ModelLimits
+from saccade.target_model.token_blocks import ModelLimits
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -24,11 +24,11 @@ from saccade.options import INT8
 from saccade.target_model import executor as executors
 from saccade.target_model import openvino, openvino_graph
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import TokenBlock
 from saccade.target_model.context import Context
 from saccade.target_model.executor import Ahead
 from saccade.target_model.int8 import int8_of
 from saccade.target_model.lean import LeanExecutor
+from saccade.target_model.token_blocks import TokenBlock
 from saccade.tree import ancestors_of
 
 pytest.importorskip("openvino", reason="needs openvino: pip install saccade[openvino]")

@@ -15,9 +15,9 @@ from saccade.errors import ModelError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import Requirements
 from saccade.target_model.context import Context, PrefillResult, retained_positions
 from saccade.target_model.stock import captured_states, replaced_embeddings
+from saccade.target_model.token_blocks import Requirements
 from saccade.tree import TreeShape
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}

@@ -23,8 +23,8 @@ from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.options import RELEVANCES
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput, Requirements
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput, Requirements
 from saccade.tree import DraftTree
 from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Greedy, Rule, Uniforms, Verdict

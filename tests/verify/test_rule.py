@@ -12,7 +12,7 @@ from random_trees import NaiveTree, draft_tree, judged, trees
 
 from pretend_device import PretendDevice
 from saccade.engine.step import VerificationGroup, pack, to_host
-from saccade.target_model.blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.verify.rule import Greedy, path_to
 
 VOCAB = 3  # few tokens, so that guesses are often right

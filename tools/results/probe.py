@@ -24,8 +24,8 @@ from saccade.errors import MethodError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import LVSpecOptions
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.context import Context
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.vlm import VLM
 
 GAMMA = 5  # length of the chains (TABED, Section 5)

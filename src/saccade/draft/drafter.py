@@ -10,8 +10,8 @@ from torch import Tensor
 from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 

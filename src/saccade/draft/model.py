@@ -26,12 +26,12 @@ from saccade.draft.trees.policy import (
 )
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
 from saccade.target_model.executor import Ahead, Unread
 from saccade.target_model.graphs import GraphExecutor
 from saccade.target_model.stock import replaced
+from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 

@@ -12,8 +12,8 @@ from statistics import median
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, Clock
 from saccade.errors import InputError
-from saccade.target_model.blocks import ContextError, TokenBlock
 from saccade.target_model.context import Prefill, PrefillResult
+from saccade.target_model.token_blocks import ContextError, TokenBlock
 
 LONGEST_STEP = 3.0  # default length of a step with a part of a prompt, over one without
 _SAFE = 0.75  # share of it that is aimed at

@@ -30,11 +30,8 @@ Span = tuple[str, int, Any, Any]
 
 
 class Clock:
-    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU.
-
-    Next to them the stages' costs, by which drafts are paced. On the CPU they are processor time of this thread, which
-    has its share of every product and does not run on while other programs and threads have the processor.
-    """
+    """Seconds per named stage of a step (on a GPU by events), and the costs by which drafts are paced: on a CPU this
+    thread's processor time, which does not run on while other programs have the processor."""
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device = device

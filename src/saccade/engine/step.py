@@ -24,10 +24,10 @@ from saccade.engine.slots import BatchState, Clock, Span
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED, TicketChunk, TreeTrace
 from saccade.processors import name_of
-from saccade.target_model.blocks import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target_model.cache import on_host
 from saccade.target_model.context import Context
 from saccade.target_model.sharding import Ranks
+from saccade.target_model.token_blocks import ForwardOutput, TokenBlock, concat_outputs
 from saccade.tree import DraftTree
 from saccade.verify.rule import STRICT, Judge, Processing, Rule, Uniforms, Verdict
 

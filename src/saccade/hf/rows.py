@@ -15,9 +15,9 @@ from saccade.engine.row import RowPlan
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Rows, at_nodes
 from saccade.verify.rule import Judge, Verdict
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import KilledError, MethodError, SaccadeError
-from saccade.target_model.blocks import ContextError
+from saccade.target_model.token_blocks import ContextError
 from saccade.wording import renamed
 
 Json = dict[str, Any]  # an object of JSON

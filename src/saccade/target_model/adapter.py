@@ -20,10 +20,9 @@ from saccade.inputs.families.family import Prompt
 from saccade.options import INT8, STORED
 from saccade.target_model.agreement import gives_stock_logits, is_exact
 from saccade.target_model.attention import Layout
-from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock, concat_outputs
 from saccade.target_model.cache import Carried, RowCache, to_device
 from saccade.target_model.exact import exact_decoder
-from saccade.target_model.executor import Ahead, Executor, StockExecutor, chosen
+from saccade.target_model.executor import Ahead, Executor, chosen
 from saccade.target_model.graphs import GraphExecutor
 from saccade.target_model.int8 import round_weights
 from saccade.target_model.lean import LeanExecutor, lean_decoder
@@ -32,7 +31,8 @@ from saccade.target_model.openvino import OpenVinoExecutor
 from saccade.target_model.openvino_graph import missing
 from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
-from saccade.target_model.stock import captured_states
+from saccade.target_model.stock import StockExecutor, captured_states
+from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock, concat_outputs
 from saccade.target_model.traits import (
     ModelTraits,
     check_generation,
@@ -90,6 +90,8 @@ class EndingAt:
 class Target:
     """A loaded model with the forwards of speculative decoding."""
 
+    ending_at = EndingAt
+
     def __init__(
         self,
         model: Any,
@@ -129,8 +131,8 @@ class Target:
         self.rope_axes = len(rope.get("mrope_section") or (0, 0, 0))  # axes of its positions
         self.layer_devices = [compute_device(layer) for layer in self.layers]
         self._rows_run_alone = self.traits.limits.longrope_threshold is not None
-        types = layer_types(self.text_config)
-        self._recurrent = [i for i, kind in enumerate(types) if kind in RECURRENT_TYPES]
+        self.layer_types = layer_types(self.text_config)
+        self._recurrent = [i for i, kind in enumerate(self.layer_types) if kind in RECURRENT_TYPES]
         self._shapes = entry_shapes(self.text_config, len(self.layers))
         self._crossing = crossing_layers(self.text_config)
         # whether its layers read pictures beside the sequence (cross-attention)
@@ -237,10 +239,6 @@ class Target:
             yield
         finally:
             self._pinned, self.looks = None, True
-
-    def ending_at(self, module: nn.Module) -> EndingAt:
-        """End forwards right before a module runs while the context is open."""
-        return EndingAt(module)
 
     @contextmanager
     def stock(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.target_model.blocks import TokenBlock
+from saccade.target_model.token_blocks import TokenBlock
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 

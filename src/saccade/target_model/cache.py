@@ -177,6 +177,9 @@ class CrossLayer(CacheLayerMixin):
         return -1
 
 
+_NO_LAYOUT = Layout([], slice(0, 0))
+
+
 class RowCache(Cache):
     """KV cache of up to ``rows`` rows, each with a segment of its own."""
 
@@ -214,7 +217,7 @@ class RowCache(Cache):
         self.rows = rows
         self.lengths = [0] * rows  # committed entries per row, on the host
         self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
-        self.layout = Layout([], slice(0, 0))  # of the current forward
+        self.layout = _NO_LAYOUT  # of the current forward
         self.positions = torch.zeros(1, 0, dtype=torch.long)  # `[3 or 1, T]` of its tokens
         self.slots = 0
         self.max_slots = max_slots  # size that the arena exceeds only where all segments together do
@@ -342,7 +345,7 @@ class RowCache(Cache):
         """Empty the cache for a new owner; the arena stays where it is."""
         for row in range(self.rows):
             self.crop(row, 0)
-        self.layout, self.max_slots = Layout([], slice(0, 0)), sys.maxsize
+        self.layout, self.max_slots = _NO_LAYOUT, sys.maxsize
         self.numbers = HostNumbers(self.numbers.device)
         self._segments = [None] * self.rows
         self._clear(0, self.slots)

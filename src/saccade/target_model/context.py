@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.executor import Ahead
 from saccade.target_model.media_cache import MediaCache, MediaFeatures
 from saccade.target_model.stock import AttentionProbe
+from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock
 
 CHUNK = 2048  # prompt tokens per pass of `Context.load`; bounds the attention mask
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from saccade import cpu
 from saccade.errors import SaccadeWarning
 from saccade.options import INT8
-from saccade.target_model.blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
 from saccade.target_model.cache import RowCache
 from saccade.target_model.executor import Ahead, Unread
 from saccade.target_model.lean import LeanDecoder, LeanExecutor
 from saccade.target_model.linear import SHARE
 from saccade.target_model.openvino_graph import BLOCK, GraphBuilder, missing, runtime
+from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
 
 _GAIN = 0.95  # share of the lean decoder's time below which OpenVINO is the default
 _KEPT = 256  # most tokens of a row's block that are kept for later ones, which may hide some

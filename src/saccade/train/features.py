@@ -153,7 +153,7 @@ class Finding:
     """Calibration of one prompt."""
 
     # index of the state after the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-    # `saccade.target_model.blocks.Requirements`
+    # `saccade.target_model.token_blocks.Requirements`
     layer: int
     dropped: tuple[int, ...]  # ascending positions of visual tokens that have no entry
 

@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.families.family import Prompt
 from saccade.options import RELEVANCES, FLyOptions, LVSpecOptions, RandomOptions
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Rows
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, StatelessRule, Verdict, draft_nodes, path_to
 

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from saccade.grammar import Rollback
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.cache import on_device, to_device
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Rows, at_nodes
 
 STRICT, LOOSE, SHIFTED = range(3)

@@ -45,8 +45,8 @@ from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.engine.row import plan
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.context import Context
+from saccade.target_model.token_blocks import ForwardOutput
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 FIRST, SECOND = 11, 7

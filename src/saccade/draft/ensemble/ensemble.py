@@ -18,9 +18,9 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.blocks import ForwardOutput
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
