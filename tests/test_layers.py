@@ -94,6 +94,8 @@ TESTS, TOOLS = 55_400, 11_516
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.04
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
+DOORS = {"draft_dtype": 3, "num_frames": 9}
+"""Most files that name a parameter: elsewhere it travels in the dataclass that declares it."""
 EDGES = {("resolution", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
 
@@ -298,6 +300,13 @@ def test_core_tests_and_tools_keep_their_budgets_of_lines() -> None:
 
 def test_lines_are_not_dense() -> None:
     assert density(SOURCE, without="cli") <= TOKENS
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_parameter_travels_in_its_dataclass(name: str) -> None:
+    tokens = {path: tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline) for path in _files(SOURCE)}
+    named = [path.name for path, every in tokens.items() if any(token.string == name for token in every)]
+    assert len(named) <= DOORS[name], named
 
 
 def test_the_core_imports_no_part_around_it() -> None:

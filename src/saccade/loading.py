@@ -172,8 +172,7 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
 
 
 MTP_KINDS = {"full_attention", "sliding_attention"}  # types of layers of multi-token prediction that can draft
-_APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")
-"""Names of weights of multi-token prediction beside the decoder's layers, as in Qwen3.5, EXAONE and MiMo."""
+_APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")  # weights apart from the decoder's, as in Qwen3.5 and MiMo
 
 
 def mtp_pattern(config: Any) -> str:

@@ -153,6 +153,19 @@ class Checked:
             known.check(name, type(self).__name__, getattr(self, name))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrameOptions:
+    """Frames that are read of a video: so many, or so many a second; by default as the checkpoint has it."""
+
+    num_frames: Annotated[int | None, "Frames sampled from a video; by default the checkpoint's."] = None
+    fps: Annotated[float | None, "Frames per second sampled from a video, likewise."] = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        options = {"num_frames": self.num_frames, "fps": self.fps}
+        return {name: value for name, value in options.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """Nothing to choose: the static tree, and the lossless rules."""

@@ -14,9 +14,8 @@ from saccade.files import write_file
 from saccade.model_spec import ModelSpec
 from saccade.options import check_keys, make
 
-VALUES = ("target", "method", "drafter", "head", "exact")
-TABLES = ("options", "heads")
-"""Fields of a `ModelSpec` that a profile has; a further table ``measured`` is for readers."""
+VALUES = ("target", "method", "drafter", "head", "exact")  # fields of a `ModelSpec` that a profile has
+TABLES = ("options", "heads")  # the same; a further table `measured` is for readers
 
 
 def write_profile(path: Path, models: ModelSpec, measured: Mapping[str, Any]) -> None:

@@ -585,7 +585,7 @@ def test_loaded_messages_make_the_prompt_of_their_files(name: str) -> None:
         {"type": "video_url", "video_url": {"url": data_uri(film(), "video/mp4")}},
         "What?",
     )
-    loaded = processor.load_media(messages, MediaOptions(4, limits=IN_PROCESS))
+    loaded = processor.load_media(messages, MediaOptions(num_frames=4, limits=IN_PROCESS))
     kinds = [part["type"] for part in loaded[0]["content"]]
     assert kinds == ["image", "video", "text"]
     assert processor.prompt(loaded, options=MediaOptions(limits=SERVER, num_frames=4)) == processor.prompt(

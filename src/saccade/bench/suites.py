@@ -15,7 +15,7 @@ from saccade.bench import expectations, judge
 from saccade.bench.judge import read_table
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
-from saccade.options import check_keys, check_whole, make
+from saccade.options import FrameOptions, check_keys, check_whole, make
 from saccade.wording import parse_value, unknown_name
 
 BASELINE = "plain"  # method that all others are compared with; part of every suite
@@ -23,7 +23,7 @@ NAMES = ("quick", "forms", "documents", "heads", "small-trees", "tune")  # built
 
 
 @dataclass(frozen=True, slots=True)
-class TaskEntry:
+class TaskEntry(FrameOptions):
     """Group of prompts reported together; exactly one of ``task``, ``file`` and ``dataset`` is set."""
 
     name: str  # of the group in records and reports
@@ -39,8 +39,6 @@ class TaskEntry:
     system: str | None = None
     where: dict[str, Any] = field(default_factory=dict)
     shuffle: int | None = None
-    num_frames: int | None = None
-    fps: float | None = None
     scorer: str | None = None  # name of a scorer or `module:function` (`saccade.bench.scorers`)
     max_new_tokens: int | None = None  # longest answer; the data set's, or the suite's, when None
     count: int | None = None  # number of prompts, of every category where there are some

@@ -17,6 +17,7 @@ from saccade.cli.option_groups import PairOptions, group, method_names, option, 
 from saccade.errors import InputError
 from saccade.files import check_folder, is_profile, write_file
 from saccade.model_spec import ModelSpec
+from saccade.options import FrameOptions
 from saccade.profile import write_profile
 from saccade.wording import count, duration, listed, unknown_name
 
@@ -31,7 +32,7 @@ _CLEAR = 1.02  # speed over plain decoding below which plain decoding is chosen
 
 
 @group("Data sets")
-class DataOptions:
+class DataOptions(FrameOptions):
     subset: str | None = option(None, "Subset (configuration) of it.", metavar="NAME")
     split: str | None = option(None, "Split of it.", metavar="NAME")
     columns: list[str] | None = option(None, "Column of a part; `+` joins several.", metavar="PART=COLUMN")
@@ -40,8 +41,6 @@ class DataOptions:
     where: list[str] | None = option(None, "Only rows with this value. May be repeated.", metavar="COLUMN=VALUE")
     shuffle: int | None = option(None, "Draw rows at random, which loads the whole split.", metavar="SEED")
     media_root: str | None = option(None, "Folder of the images and videos that rows name.", metavar="FOLDER")
-    num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
-    fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
 
     def changes(self) -> dict[str, Any]:
         """Fields of a `saccade.data.catalogue.DataSet` in place of its own, ``columns`` among them."""
@@ -58,7 +57,7 @@ class DataOptions:
         changes = self.changes()
         columns = changes.pop("columns", {})
         data = catalogue.find(name)
-        data = data.without_frames() if {"num_frames", "fps"} & set(changes) else data
+        data = data.without_frames() if self.sampling else data
         return data.with_columns(columns).with_(**changes)
 
 

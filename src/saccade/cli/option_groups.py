@@ -19,7 +19,7 @@ from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
 from saccade.methods import METHODS, check
 from saccade.model_spec import ModelSpec
-from saccade.options import in_tables
+from saccade.options import FrameOptions, in_tables
 from saccade.wording import parse_value, renamed
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def group(panel: str | None = None) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass of options, which are a panel of the help."""
 
     def made(kind: type[T]) -> type[T]:
-        options = {name: value for name, value in vars(kind).items() if isinstance(value, OptionInfo)}
+        helps = {name: in_tables(hint)[1] for name, hint in get_type_hints(kind, include_extras=True).items()}
+        options = {name: option(getattr(kind, name), words) for name, words in helps.items() if words}
+        options |= {name: value for name, value in vars(kind).items() if isinstance(value, OptionInfo)}
         for name, value in options.items():
             value.rich_help_panel = value.rich_help_panel or panel
             setattr(kind, name, value.default)
@@ -246,9 +248,7 @@ class DecodingOptions:
 
 
 @group("Media and text")
-class ReadingOptions:
-    num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
-    fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
+class ReadingOptions(FrameOptions):
     text_as_text: bool = option(False, "Encode control tokens in messages, such as `</s>`, as ordinary text.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade.data.conversations import Template
 from saccade.errors import InputError
-from saccade.options import check_whole
+from saccade.options import FrameOptions, check_whole
 from saccade.wording import meant
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
@@ -23,7 +23,7 @@ _LISTS = ("images", "videos", "choices")
 
 
 @dataclass(frozen=True, slots=True)
-class DataSet:
+class DataSet(FrameOptions):
     """A data set and how its rows become questions. A column is given by its name; ``a.b`` is ``b`` of every ``a``."""
 
     name: str  # as the user named it, for messages and reports
@@ -49,8 +49,6 @@ class DataSet:
     shuffle: int | None = None  # seed of a random order
     count: int | None = None  # number of questions; None: as many as the run asks for
     max_new_tokens: int | None = None  # longest answer; the run's when None
-    num_frames: int | None = None
-    fps: float | None = None
     media: str | None = None  # folder of the media that rows name; the data set's own when None
     source: str = ""  # origin of the names of its columns
     papers: Mapping[str, Any] = field(default_factory=dict)  # what papers change, by paper
@@ -64,7 +62,7 @@ class DataSet:
                 check_whole(value, int(name != "shuffle"), name, self.name, InputError)
         if self.fps is not None and self.fps <= 0:
             raise InputError(f"{self.name}: fps must be above 0, not {self.fps}.")
-        if self.num_frames is not None and self.fps is not None:
+        if len(self.sampling) > 1:
             raise InputError(f"{self.name}: num_frames and fps exclude each other; leave one of them out.")
 
     def with_(self, **changes: Any) -> DataSet:
@@ -73,7 +71,8 @@ class DataSet:
 
     def without_frames(self) -> DataSet:
         """Return the same with the checkpoint's own frames of a video."""
-        return replace(self, num_frames=None, fps=None)
+        unset: dict[str, Any] = dict.fromkeys(self.sampling)
+        return replace(self, **unset)
 
     def with_columns(self, columns: Mapping[str, str]) -> DataSet:
         """Return the same with other columns; ``+`` separates those of one part, and an empty text is none."""

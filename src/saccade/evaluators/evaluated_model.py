@@ -177,7 +177,7 @@ class EvaluatedModel:
             self._path = path.with_name(f"{path.stem}.{rank}{path.suffix}") if rank else path
         warnings.filterwarnings("default", category=SaccadeWarning)  # evaluators silence all warnings
         self.vlm: VLM = load(**loading)
-        self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
+        self._media = MediaOptions(num_frames=self._options.num_frames, fps=self._options.fps, text_as_text=True)
         self.max_rows: int = self._options.batch_size
         kv_memory = int(KV_MEMORY_SHARE * self.vlm.engine.free_memory())
         self._feed = Feed(self.vlm.engine.open(self.max_rows, kv_memory=kv_memory), self._starts, self.max_rows)

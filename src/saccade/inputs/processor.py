@@ -38,6 +38,7 @@ from saccade.inputs.families import Unknown, family_of
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
 from saccade.inputs.media import LOCAL, MediaLimits, Video, load_image, load_video
 from saccade.inputs.media.videos import ASSUMED_FPS
+from saccade.options import FrameOptions
 from saccade.wording import count, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -47,11 +48,9 @@ Question = str | Messages | Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class MediaOptions:
+class MediaOptions(FrameOptions):
     """How the images, videos and texts of a prompt are read; options as of `VLM.generate`."""
 
-    num_frames: int | None = None
-    fps: float | None = None
     limits: MediaLimits = LOCAL
     text_as_text: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,12 +62,6 @@ class MediaOptions:
             kinds = (int, integer) if name == "num_frames" else (int, float, integer, floating)
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise InputError(f"The option {name} is {value!r}; give a number above 0.")
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """The sampling of videos, where it is not the checkpoint's own."""
-        options = {"num_frames": self.num_frames, "fps": self.fps}
-        return {name: value for name, value in options.items() if value is not None}
 
 
 DEFAULT_MEDIA = MediaOptions()

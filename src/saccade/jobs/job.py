@@ -106,9 +106,7 @@ class BatchJob:
             "images_per_row": self.source.images_per_row,
             "media_root": None if root is None else str(root.absolute()),
             "shard": f"{self.shard.number}/{self.shard.of}",
-            "num_frames": self.reading.num_frames,
-            "fps": self.reading.fps,
-            "text_as_text": self.reading.text_as_text,
+            **{name: getattr(self.reading, name) for name in ("num_frames", "fps", "text_as_text")},
             "seed": self.seed,
             **self.options,
         }

@@ -124,7 +124,7 @@ def batch_file(
     job = BatchJob(
         ItemSource(names, images_per_row, root, written(path)),
         TemplateOptions(prompt, system),
-        MediaOptions(num_frames, fps, text_as_text=text_as_text),
+        MediaOptions(num_frames=num_frames, fps=fps, text_as_text=text_as_text),
         Shard.parse(shard),
         limit,
         seed,

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.pruning import Pruning
 
-Values = Mapping[str, Any]
-"""Options as `saccade.methods.settings.resolved` returns them."""
+Values = Mapping[str, Any]  # options as `saccade.methods.settings.resolved` returns them
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,6 @@ METHODS: dict[str, Method] = {
         settings={"rule": "random", "gamma": 10},
     ),
 }
-"""Every method by name."""
 
 
 def get(name: str) -> Method:
