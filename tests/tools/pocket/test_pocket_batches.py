@@ -24,7 +24,7 @@ from tools.pocket.batches import (
 from tools.pocket.lessons import frame_events
 from tools.pocket.models import CONTEXT, embed, loss_of
 from tools.pocket.stages import has_media, true_answers
-from tools.pocket.tokens import decisive_weights, wrap
+from tools.pocket.tokens import decisive_weights, pattern_weights, wrap
 
 
 def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer: Tokenizer) -> None:
@@ -89,6 +89,13 @@ def test_the_words_that_decide_an_answer_weigh_more_and_most_words_do_not(tokeni
         assert DECISIVE[task] & set(heavy.replace(":", " ").replace(",", " ").replace(".", " ").split()), heavy
         assert set(weights) == {1.0, 5.0}, (sample.answer, heavy)
     assert set(decisive_weights(tokenizer, draw(1, "scene"), 5.0)) == {1.0}
+
+
+def test_only_tokens_within_a_match_weigh_more(tokenizer: Tokenizer) -> None:
+    text = '{"a":12,"b":3}'
+    weights = pattern_weights(tokenizer, text, r"12|3", 5.0)
+    for (first, end), weight in zip(tokenizer.encode(text).offsets, weights, strict=True):
+        assert (weight == 5.0) == bool(set(range(first, end)) & {5, 6, 12})
 
 
 @torch.no_grad()
