@@ -29,10 +29,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from benchmarks.engines.peer import END, Decoder
-from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, stock_inputs, table
+from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, quiet, rotated, stock_inputs, table
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.openvino_graph import missing
@@ -179,8 +178,8 @@ def measure(processes: dict[Engine, Process], options: argparse.Namespace, threa
     for turn in range(options.rounds * options.prompts):
         prompt = 1 + turn % options.prompts
         print(f"{threads} threads, turn {turn + 1} of {options.rounds * options.prompts}", file=sys.stderr)
-        shift, taken = turn % len(asked), {}
-        for engine, way in asked[shift:] + asked[:shift]:
+        taken = {}
+        for engine, way in rotated(asked, turn):
             first = processes[engine].ask(prompt, way, 1)
             taken[engine, way] = first, processes[engine].ask(prompt, way, options.tokens)
         expected = until_end(taken[BASELINE, "plain"][1])
@@ -246,8 +245,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="number formats of weights")
     parser.add_argument("--pair", default="pocket", choices=("pocket", "inflated"), help=f"inflated: target of {SHAPE}")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     if options.peers:
         installed(options.peers)
     engines = [

@@ -33,7 +33,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 
-from benchmarks.pocket_pair import FIRST_SEED, table
+from benchmarks.pocket_pair import FIRST_SEED, rotated, table
 from saccade.bench.suites import load as load_suite
 from saccade.data.conversations import Template
 from saccade.pocket import draw, target_path
@@ -287,7 +287,7 @@ def main() -> None:
                 count = clients if turn < 0 else max(clients, options.requests // options.rounds)
                 questions = [Question.ask(number + index, options.schema) for index in range(count)]
                 number += count
-                for name in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+                for name in rotated(ways, turn):
                     running[name].sleep(False)
                     part = runner.run(load(running[name], questions, clients, options.new_tokens))
                     running[name].sleep(True)

@@ -17,7 +17,7 @@ import torch
 
 import saccade
 import tools.pocket.world  # noqa: F401 -- reports
-from benchmarks.pocket_pair import table
+from benchmarks.pocket_pair import rotated, table
 from saccade.bench.answering import constraint
 from saccade.bench.expectations import PLAIN
 from saccade.bench.questions import Question, gather
@@ -84,9 +84,7 @@ def main() -> None:
                 right = answer(ways[BASELINE], replace(question, prediction=None), suite.max_new_tokens, "").output.text
             runs = defaultdict[str, list[Timed]](list)
             for turn in range(options.rounds):
-                order = list(ways)
-                start = (number + turn) % len(order)
-                for name in order[start:] + order[:start]:
+                for name in rotated(ways, number + turn):
                     runs[name].append(answer(ways[name], question, suite.max_new_tokens, right))
             for name, each in runs.items():
                 times[name].append(each)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForImageTextToText
@@ -16,6 +16,7 @@ from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draft_path, target_path
 
+_Name = TypeVar("_Name")
 FIRST_SEED = 300_000  # pictures are drawn from here on; training and evaluation use other seeds
 
 Inputs = Mapping[str, torch.Tensor]
@@ -41,11 +42,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, set the number of threads, and silence transformers."""
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     if options.threads:
         torch.set_num_threads(options.threads)
     return options
+
+
+def quiet() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load(folder: Path, dtype: str, device: str) -> Any:
@@ -67,6 +72,13 @@ def stock_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tenso
         name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in made.items()
     }
+
+
+def rotated(names: Iterable[_Name], turn: int) -> list[_Name]:
+    """The same in an order that rotates from turn to turn, so that what else the machine does falls on all alike."""
+    every = list(names)
+    first = turn % len(every)
+    return every[first:] + every[:first]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> Iterator[str]:

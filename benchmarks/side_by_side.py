@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pocket_pair
-from benchmarks.pocket_pair import FIRST_SEED, Inputs, load
+from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, rotated
 from saccade.bench.metrics import median_estimate
 from saccade.hf import Speculation, speculate
 from saccade.inputs.processor import InputProcessor
@@ -173,10 +173,8 @@ def measure(
     results = {name: Measured() for name in running}
     for contestant in running.values():
         contestant(prompts[0], new_tokens, None)
-    names = list(running)
     for number, inputs in enumerate(list(prompts[1:]) * repeats):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(running, number):
             running[name](inputs, new_tokens, results[name])
     return results
 

@@ -75,12 +75,11 @@ def main() -> int:
 def work(options: argparse.Namespace) -> int:
     """Run the pieces that no process has begun yet; 3 where the device broke."""
     import torch
-    from transformers.utils import logging
 
     from benchmarks.device.kit import Kit, device_of
+    from benchmarks.pocket_pair import quiet
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.small and name != "cuda":

@@ -14,7 +14,7 @@ from saccade.draft.heads.dflash import DFlash
 from saccade.draft.heads.dflash2 import DFlash2
 from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import Placement
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.objectives.denoising import BlockEntries, DFlash2Objective, DFlashFeeder, DFlashObjective
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.losses import Tally
@@ -24,7 +24,7 @@ DECAY = 0.7
 
 def given(own: DFlash, **changes: Any) -> BlockEntries:
     feeder = DFlashFeeder(target("llava"), own, listed("llava", 3))
-    entries = feeder.entries_of(read_features(target("llava"), samples("llava"), own.layers))
+    entries = feeder.entries_of(extract_features(target("llava"), samples("llava"), own.layers))
     return replace(entries, **changes)
 
 

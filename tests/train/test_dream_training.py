@@ -19,7 +19,7 @@ from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Placement
 from saccade.errors import TrainingError
 from saccade.train.data import Listed, TrainingSample
-from saccade.train.features import calibrate, read_features
+from saccade.train.features import calibrate, extract_features
 from saccade.train.objectives import dream as dream_module
 from saccade.train.objectives.dream import LAYERS, DreamEntries, DreamFeeder, DreamObjective, inner_layer, self_fed
 
@@ -86,7 +86,7 @@ def test_all_steps_are_their_formulas_written_out(feeding: str, steps: int, opti
     counts = [0] * steps
     for sample in samples(name, 3):
         finding = calibrate(target(name), sample.prompt, made.pruning)
-        [f] = read_features(target(name), [sample], [finding.layer])
+        [f] = extract_features(target(name), [sample], [finding.layer])
         tokens = [t for t in range(1, len(sample.ids)) if t not in finding.dropped]
         last, middle = f.states[len(target(name).layers)], f.states[finding.layer]
         with torch.no_grad():
@@ -143,7 +143,7 @@ def test_inner_states_of_every_choice(layer: str) -> None:
         index = inner_layer(layer, count)
         if layer == "entropy":
             index = calibrate(target(name), sample.prompt, made.pruning).layer
-        [f] = read_features(target(name), [sample], [index])
+        [f] = extract_features(target(name), [sample], [index])
         torch.testing.assert_close(batch.middle[row, :size], f.states[index][1:], **CLOSE)
     assert [inner_layer(x, 32) for x in LAYERS] == [32, 8, 16, 24, 32]
 

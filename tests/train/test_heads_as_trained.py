@@ -16,7 +16,7 @@ from saccade.engine import Request
 from saccade.errors import SaccadeWarning, TrainingError
 from saccade.train.data import TrainingSample
 from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.learner import EngineMeasure
 from saccade.train.objectives.entries import entries_of
 from saccade.train.recipe import read_recipe
@@ -30,7 +30,7 @@ def test_images_that_touch_are_learnt_from_as_they_are_drafted_with(kept: str, t
     handle = head.register_forward_pre_hook(lambda module, args: drafted.append(args[1][0]))
     engine("llava", head, POLICIES["chain"]).generate([Request(prompt)], max_new_tokens=1)
     handle.remove()
-    features = read_features(own, [TrainingSample("0", prompt, (20,))], head.layers)
+    features = extract_features(own, [TrainingSample("0", prompt, (20,))], head.layers)
     if kept:
         cache = FeatureCache(own, 1e9, tmp_path / "kept" if kept == "disk" else None)
         cache.put(0, features[0])

@@ -18,7 +18,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.peagle import PEagle
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import TrainingError
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.objectives import losses
 from saccade.train.objectives.denoising import DFlashFeeder
 from saccade.train.objectives.denoising import _denoised as denoised
@@ -268,7 +268,7 @@ def test_dream_s_drafts_too(form: str) -> None:
 @torch.no_grad()
 def test_the_slots_of_a_block_are_one_draft(form: str) -> None:
     own = head("llava", "dflash")
-    features = read_features(target("llava"), samples("llava", 3), own.layers)
+    features = extract_features(target("llava"), samples("llava", 3), own.layers)
     batch = DFlashFeeder(target("llava"), own, listed("llava", 3)).entries_of(features)
     window, total = Window.of(batch.supervised), 0.0
     blocks = denoised(own, batch, window.places)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from saccade.target_model.sharding import Shards, check_sharding, held, sharded
 from saccade.train import Recipe, Stage, Trainer, read_recipe
 from saccade.train.checkpoint import identity
 from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.learner import EngineMeasure
 from saccade.train.processes import Processes
 
@@ -195,7 +195,7 @@ def test_a_batch_smaller_than_the_number_of_processes_is_refused(tmp_path: Path)
 
 
 def features(first: int, count: int) -> list[Any]:
-    return read_features(target("llava"), samples("llava", first + count)[first:], ())
+    return extract_features(target("llava"), samples("llava", first + count)[first:], ())
 
 
 def test_processes_find_what_the_others_have_cached_on_disk(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def digests(own: Target, name: str, rows: Sequence[int]) -> dict[str, str]:
     """Of every layer's states of some samples, to the last bit."""
     states_by_layer = {}
     for row in rows:
-        [features] = read_features(own, samples(name, 4)[row : row + 1], range(len(own.layers)))
+        [features] = extract_features(own, samples(name, 4)[row : row + 1], range(len(own.layers)))
         for layer, states in features.states.items():
             states_by_layer[f"{row} {layer}"] = hashlib.sha256(states.numpy().tobytes()).hexdigest()
     return states_by_layer
@@ -270,14 +270,14 @@ def test_a_checkpoint_is_loaded_sharded_with_the_parts_of_a_process_alone(tmp_pa
 
     def work(rank: int) -> dict[str, Any]:
         own = Target(load_model(tmp_path / "llava", device_map="fsdp"))
-        [features] = read_features(own, samples("llava", 1), ())
+        [features] = extract_features(own, samples("llava", 1), ())
         return {
             "sum": float(features.states[len(own.layers)].double().sum()),
             "trained": own.model.lm_head.weight.requires_grad,
         }
 
     whole = target("llava")
-    [features] = read_features(whole, samples("llava", 1), ())
+    [features] = extract_features(whole, samples("llava", 1), ())
     expected = {"sum": float(features.states[len(whole.layers)].double().sum()), "trained": False}
     assert run_split(tmp_path, work) == [expected] * 2
 

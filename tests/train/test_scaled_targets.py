@@ -21,7 +21,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.train.data import TrainingSample
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.objectives.entries import entries_of, lm_head_of
 
 SIZES: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_a_head_learns_with_the_embeddings_that_it_drafts_with(name: str, kind: 
     engine = Engine(target(name), drafting)
     (output,) = engine.generate([Request(prompt)], max_new_tokens=1)
     handle.remove()
-    features = read_features(target(name), [TrainingSample("0", prompt, tuple(output.tokens))], drafting.head.layers)
+    features = extract_features(target(name), [TrainingSample("0", prompt, tuple(output.tokens))], drafting.head.layers)
     supervised = entries_of(drafting.head, features).embeddings[0]
     torch.testing.assert_close(drafted[0], supervised[: len(drafted[0])].detach())
     assert len(drafted[0]) == len(supervised) - 1
@@ -111,7 +111,7 @@ def test_a_head_s_logits_are_those_of_the_target(name: str) -> None:
     if name == "gemma2":  # whose random logits are too small for its cap to bend them
         own = Target(copy.deepcopy(own.model))
         own.model.lm_head.weight.data *= 200
-    (features,) = read_features(own, [sample], ())
+    (features,) = extract_features(own, [sample], ())
     logits = own.model(input_ids=features.ids[None]).logits
     states = features.states[len(own.layers)]
     torch.testing.assert_close(drafter(name, "hivis", own).logits(states[None]), logits)

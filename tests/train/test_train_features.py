@@ -22,7 +22,7 @@ from saccade.target_model.context import Context
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train.data import TrainingSample
 from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import Features, answer_mask, read_features
+from saccade.train.features import Features, answer_mask, extract_features
 from saccade.train.objectives import losses
 from saccade.train.objectives.dream import DreamFeeder, DreamObjective
 from saccade.train.objectives.entries import Feeder, entries_of
@@ -55,7 +55,7 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
     last = len(own.layers)
     # transformers limits Mamba-2's steps in this pass, and not in those of decoded tokens
     close = {"rtol": 0.0, "atol": 1e-3} if name == "nemotron_h" else CLOSE
-    for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
+    for sample, features in zip(given, extract_features(own, given, (1,)), strict=True):
         assert features.ids.tolist() == list(sample.ids)
         assert torch.equal(features.visual, family_of(own.config).visual_mask(sample.ids))
         assert_same(features, drafting(name, sample, (0, 1, last)), last, close)
@@ -63,7 +63,7 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
 
 def test_states_between_layers_with_several_streams_are_refused() -> None:
     with pytest.raises(ModelError, match="several residual streams"):
-        read_features(target("gemma3n"), samples("gemma3n", 1), (1,))
+        extract_features(target("gemma3n"), samples("gemma3n", 1), (1,))
 
 
 def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> None:
@@ -77,7 +77,7 @@ def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> Non
     short = TrainingSample("short", Prompt(ids, (shorter,)), (20, 21))
     last = len(own.layers)
     given = [long, short, short, long, short]
-    for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
+    for sample, features in zip(given, extract_features(own, given, (1,)), strict=True):
         assert_same(features, drafting("llava_onevision", sample, (0, 1, last)), last)
 
 
@@ -89,7 +89,7 @@ def test_the_last_prompt_token_learns_the_answers_first_and_the_last_answer_toke
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
 def test_the_lm_head_makes_the_targets_own_logits_of_the_last_states(name: str) -> None:
     own, sample = target(name), samples(name, 1)[0]
-    [features] = read_features(own, [sample], ())
+    [features] = extract_features(own, [sample], ())
     context = Context(own, 1)
     logits = context.load(0, sample.prompt).logits
     ours = own.model.get_output_embeddings()(features.states[len(own.layers)][len(sample.prompt) - 1])
@@ -99,7 +99,7 @@ def test_the_lm_head_makes_the_targets_own_logits_of_the_last_states(name: str) 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_entries_of_eagle_pair_states_with_the_next_tokens_embedding_and_the_one_after_to_guess(kind: str) -> None:
     own, given, made_by = target("llava"), samples("llava", 3), head("llava", kind)
-    read = read_features(own, given, made_by.layers)
+    read = extract_features(own, given, made_by.layers)
     made = entries_of(made_by, read)
     last = len(own.layers)
     for row, (sample, features) in enumerate(zip(given, read, strict=True)):
@@ -117,7 +117,7 @@ def test_entries_of_eagle_pair_states_with_the_next_tokens_embedding_and_the_one
 def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str) -> None:
     own = target("llava")
     sample = TrainingSample("one", prompt("llava", "image"), (30, 31, 32))
-    [features] = read_features(own, [sample], ())
+    [features] = extract_features(own, [sample], ())
     made = entries_of(head("llava", "hivis", after_image=after_image), [features])
     text = [i for i, hidden in enumerate(features.visual.tolist()) if not hidden]
     states = features.states[len(own.layers)]
@@ -244,7 +244,7 @@ def test_heads_of_the_same_layers_share_a_cache_and_others_leave_it(
     shared = tmp_path / "states"
     weights = {name: trained(name, tmp_path, shared) for name in ("hivis", *APART)}
     assert len(list(shared.iterdir())) == 1 + len(APART)
-    monkeypatch.setattr(Feeder, "_read", lambda *_: pytest.fail("the target ran again"))
+    monkeypatch.setattr(Feeder, "_extract", lambda *_: pytest.fail("the target ran again"))
     weights |= {name: trained(name, tmp_path, shared) for name in SHARING if name != "hivis"}
     for name, state in expected.items():
         assert all(torch.equal(weights[name][key], weight) for key, weight in state.items()), name
@@ -268,7 +268,7 @@ def test_a_plan_counts_what_features_take(tmp_path: Path) -> None:
 
 
 def read(name: str = "llava") -> list[Features]:
-    return [features for s in samples(name, 4) for features in read_features(target(name), [s], (1,))]
+    return [features for s in samples(name, 4) for features in extract_features(target(name), [s], (1,))]
 
 
 def test_nothing_is_kept_past_the_limit() -> None:

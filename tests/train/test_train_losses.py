@@ -25,7 +25,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import ModelError, TrainingError
 from saccade.target_model.stock import final_norm
 from saccade.train.data import Listed
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.learner import EngineMeasure
 from saccade.train.objectives import losses
 from saccade.train.objectives.entries import Entries, entries_of
@@ -250,7 +250,7 @@ def test_a_run_changes_every_weight_and_measures_the_head(kind: str, precision: 
 @torch.no_grad()
 def test_kangaroos_loss_is_the_cross_entropy_under_the_target_from_states_of_the_own_token() -> None:
     own = head("llava", "kangaroo")
-    features = read_features(target("llava"), samples("llava", 3), own.layers)
+    features = extract_features(target("llava"), samples("llava", 3), own.layers)
     batch = entries_of(own, features)
     tally = KangarooObjective()(own, batch, lm_head, 1)
     total, count = 0.0, 0

@@ -19,7 +19,7 @@ from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Listed, TrainingSample
-from saccade.train.features import read_features
+from saccade.train.features import extract_features
 from saccade.train.objectives.entries import Entries, Feeder, entries_of
 
 
@@ -76,7 +76,7 @@ def head(name: str, kind: str, **options: Any) -> Head:
 
 
 def entries(own: Head, name: str = "llava") -> Entries:
-    return entries_of(own, read_features(target(name), samples(name, 3), own.layers))
+    return entries_of(own, extract_features(target(name), samples(name, 3), own.layers))
 
 
 def fed(feeder: Feeder, indices: Sequence[int]) -> Any:

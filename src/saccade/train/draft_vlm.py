@@ -23,7 +23,7 @@ from saccade.loading import check_checkpoint, load_model, name_of, path_of, shar
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source, TrainingSample
-from saccade.train.features import answer_mask, forward_passes, read_features
+from saccade.train.features import answer_mask, extract_features, forward_passes
 from saccade.train.learner import EngineMeasure, Measure
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
@@ -212,8 +212,8 @@ class DraftVlmLearner:
     @torch.no_grad()
     def _teacher(self, batch: DraftBatch) -> Tensor:
         last = len(self._target.layers)
-        read = read_features(self._target, batch.samples, ())
-        return self._lm_head(torch.cat([f.states[last][f.answer] for f in read]))
+        features = extract_features(self._target, batch.samples, ())
+        return self._lm_head(torch.cat([f.states[last][f.answer] for f in features]))
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -61,7 +61,7 @@ class FeatureCache:
             for other in () if shared else folder.iterdir():  # other processes may do so at once
                 if other != self._folder and other.is_dir() and _FOLDER.fullmatch(other.name):
                     shutil.rmtree(other, ignore_errors=True)
-            self._look()
+            self._scan()
 
     @property
     def samples(self) -> int:
@@ -71,7 +71,7 @@ class FeatureCache:
         """The features of a sample on the target's device, or None."""
         packed = self._memory.get(index)
         if packed is None and index not in self._shards:
-            self._look()
+            self._scan()
         if packed is None and index in self._shards:
             packed = self._read(index)
         return None if packed is None else self._unpack(packed)
@@ -110,8 +110,8 @@ class FeatureCache:
         each = self.bytes // self.samples if self.samples else 0
         return f"{self.samples} samples, {self.bytes / 1e6:.1f} MB ({each} bytes each)"
 
-    def _look(self) -> None:
-        """Find files that other processes have written since the last look."""
+    def _scan(self) -> None:
+        """Find files that other processes have written since the last scan."""
         if self._folder is None:
             return
         changed = self._folder.stat().st_mtime_ns

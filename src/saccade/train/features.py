@@ -93,15 +93,15 @@ def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[
         yield slice(start, end), inputs
 
 
-def read_features(target: Target, samples: Sequence[TrainingSample], layers: Sequence[int]) -> list[Features]:
+def extract_features(target: Target, samples: Sequence[TrainingSample], layers: Sequence[int]) -> list[Features]:
     """Run the target over prompts and answers, in batches where family and media allow."""
     wanted = sorted({*layers, len(target.layers)})
-    read: list[Features] = []
+    extracted: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
-        with torch.no_grad(), captured_states(target, wanted) as hidden, _given(target) as given:
+        with torch.no_grad(), captured_states(target, wanted) as hidden, _captured_inputs(target) as embedded:
             last = torch.tensor([-1], device=target.device)  # by the number 1, Gemma 4 skips states of other tokens
             target.model(**inputs, use_cache=False, logits_to_keep=last)
-        if not given:
+        if not embedded:
             raise ModelError(
                 f"{type(target.decoder).__name__} gets no embeddings in a known way, which heads learn from; choose "
                 "another target."
@@ -115,15 +115,15 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
                 visual=target.family.visual_mask(ids),
                 answer=answer_mask(len(sample.prompt), count).to(target.device),
                 states={layer: hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
-                embeddings=given[0][row, :count],
+                embeddings=embedded[0][row, :count],
                 stops=tuple(stop for _, stop in spans),
             )
-            read.append(features)
-    return read
+            extracted.append(features)
+    return extracted
 
 
 @contextmanager
-def _given(target: Target) -> Iterator[list[Tensor]]:
+def _captured_inputs(target: Target) -> Iterator[list[Tensor]]:
     """Collect the decoder's inputs ``[B, S, d]``, the same as heads get in drafting: before the decoder's own changes
     (Granite scales them)."""
     found: list[Tensor] = []

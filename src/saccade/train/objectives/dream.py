@@ -18,7 +18,7 @@ from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Source, TrainingSample
-from saccade.train.features import Features, Finding, Needed, calibrate, read_features
+from saccade.train.features import Features, Finding, Needed, calibrate, extract_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
     FormedObjective,
@@ -109,7 +109,7 @@ class DreamFeeder(Feeder):
     def dependencies(config: HeadConfig, objective: DreamObjective) -> list[Any]:
         return [config.kind, objective.layer, config.options["keep"]]
 
-    def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
+    def _extract(self, samples: Sequence[TrainingSample]) -> list[Features]:
         count = len(self._target.layers)
         wanted, dropped = [], []
         for sample in samples:
@@ -121,7 +121,7 @@ class DreamFeeder(Feeder):
                 layer = finding.layer if self.layer == "entropy" else layer
             wanted.append(layer)
             dropped.append(gone.to(self._target.device))
-        features = read_features(self._target, samples, sorted(set(wanted)))
+        features = extract_features(self._target, samples, sorted(set(wanted)))
         return [
             replace(f, states={i: f.states[i] for i in {layer, count}}, dropped=gone)
             for f, layer, gone in zip(features, wanted, dropped, strict=True)

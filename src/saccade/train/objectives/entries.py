@@ -15,7 +15,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
 from saccade.train.data import Source, TrainingSample
 from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import Features, Needed, read_features
+from saccade.train.features import Features, Needed, extract_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Feeder:
         """Return the features of usable samples, which do not depend on the head's weights."""
         if self.cache is None:
             usable = [s for s in (self._source.sample(i) for i in indices) if s is not None]
-            return self._read(usable) if usable else []
+            return self._extract(usable) if usable else []
         return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
 
     @staticmethod
@@ -87,12 +87,12 @@ class Feeder:
     def _cached(self, cache: FeatureCache, index: int) -> Features | None:
         found = cache.get(index)
         if found is None and (sample := self._source.sample(index)) is not None:
-            [found] = self._read([sample])
+            [found] = self._extract([sample])
             cache.put(index, found)
         return found
 
-    def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
-        return read_features(self._target, samples, self._head.layers)
+    def _extract(self, samples: Sequence[TrainingSample]) -> list[Features]:
+        return extract_features(self._target, samples, self._head.layers)
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
         return entries_of(self._head, features)
