@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import time
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
-from checkpoints import ready
+from checkpoints import ready, vlm
 from saccade.cli import main
+from saccade.cli.serve import serve
 from saccade.serve import server
+from saccade.serve.app import make_app
 from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
 from saccade.serve.decoding import StopCutter
 from saccade.serve.refusals import Refusal
@@ -219,6 +223,15 @@ def test_text_before_a_stop_string_is_the_same_for_any_pieces(size: int) -> None
         text_before += cutter.add(text[start : start + size])
     assert text_before + cutter.add("", last=True) == "aab aabc "
     assert cutter.stopped
+
+
+def test_the_help_names_every_route() -> None:
+    app = make_app(ServerConfig((ModelEntry("words"),)), [vlm("llama")])
+    routes = {route.path.replace(":path", "") for route in app.routes if isinstance(route, APIRoute)} - {
+        "/v1/models/{name}"  # one of those at /v1/models
+    }
+    words = set(re.findall(r"`(/[^`]*)`", serve.__doc__ or ""))
+    assert words == routes | {"/"}
 
 
 @pytest.mark.parametrize("exact", [False, True])

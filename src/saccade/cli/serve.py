@@ -39,10 +39,12 @@ def serve(
 ) -> None:
     """Serve models to any OpenAI client, several answers at once, each the same as alone.
 
-    Requests choose their method with the field `speculation` (`"off"`, or `{"method": "sage"}`), and are answered on
-    `/v1/chat/completions` and `/v1/completions`. `/metrics` is for Prometheus, `/health` and `/ready` for supervisors.
-    Ctrl-C or SIGTERM lets running answers finish; a second one ends at once. With `--ray`, SIGHUP reads the
-    configuration again and replaces the replicas one after the other.
+    Answers: `/v1/chat/completions`, `/v1/completions`, `/v1/messages` (Anthropic's), `/v1/responses` (kept as
+    `/v1/responses/{name}`, `/v1/responses/{name}/input_items`, `/v1/responses/{name}/cancel`). Counts and facts:
+    `/v1/messages/count_tokens`, `/v1/responses/input_tokens`, `/tokenize`, `/detokenize`, `/v1/models`, `/version`.
+    For supervisors: `/health`, `/ping`, `/ready`, `/metrics`. A page for browsers: `/`. Requests choose their method
+    with the field `speculation` (`"off"`, or `{"method": "sage"}`). Ctrl-C or SIGTERM lets running answers finish; a
+    second one ends at once. With `--ray`, SIGHUP reads the configuration again and replaces the replicas in turn.
 
     Examples:
 
