@@ -88,7 +88,7 @@ def test_a_folder_picks_its_own_method(kind: str) -> None:
 def test_options_reach_the_tree() -> None:
     drafter = with_head("hivis").using("hivis", top=3, max_depth=2, total=5).engine.drafter
     assert drafter is not None
-    assert (drafter.max_depth, drafter.max_nodes, drafter.max_children) == (2, 6, 3)
+    assert (drafter.facts.max_depth, drafter.facts.max_nodes, drafter.facts.max_children) == (2, 6, 3)
     chain = with_head("hivis").using("hivis", tree="chain", gamma=7).engine.drafter
     assert chain is not None
     assert (chain.max_depth, chain.draws) == (7, True)

@@ -194,10 +194,10 @@ def proposing(kit: Kit, drafter: Drafter, target: Target, rows: int, context: in
     for row in range(rows):
         prompt = prompt_of(kit, target.vocab_size, context, row)
         held.cache.reserve(row, room)
-        session.reserve(row, room)
+        session.begin(row, room)
         session.load(row, prompt, held.load(row, prompt))
     emitted, proposer = [[prompt_of(kit, target.vocab_size, 1, row).ids[0]] for row in range(rows)], TopProposer()
-    return torch.inference_mode()(lambda: session.propose(range(rows), emitted, proposer, drafter.max_depth))
+    return torch.inference_mode()(lambda: session.propose(range(rows), emitted, proposer, drafter.facts.max_depth))
 
 
 def steps(kit: Kit, context: int) -> Iterator[Finding]:

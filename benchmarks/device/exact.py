@@ -28,7 +28,7 @@ from families import FAMILIES, reset_rope_deltas
 from mtp_kit import save as save_with_mtp
 from saccade.draft.assistant import AssistantDrafter
 from saccade.draft.heads.head import HeadConfig, build_head
-from saccade.draft.heads.mtp import MtpDrafter, load_mtp
+from saccade.draft.heads.mtp import load_mtp
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
@@ -295,5 +295,5 @@ def prediction(kit: Kit) -> Iterator[Finding]:
         prompts = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((30, 2, 11, 8, 40))]
         expected = reference(kit, stock, [{"input_ids": torch.tensor([prompt.ids])} for prompt in prompts], NEW)
         target = Target(AutoModelForCausalLM.from_pretrained(folder).to(kit.device))
-        drafters = {"plain": None, "mtp": MtpDrafter(load_mtp(target), target, Chain(3))}
+        drafters = {"plain": None, "mtp": HeadDrafter(load_mtp(target), target, Chain(3))}
         yield from judge(kit, (target, prompts, expected), drafters)

@@ -50,7 +50,7 @@ def adapted(target: Target, adapters: Mapping[str, str | Path]) -> dict[str, Tar
     """
     if not adapters:
         return {}
-    refuse_apart(target.ranks or target.shards or any(weight.is_meta for weight in target.model.parameters()))
+    refuse_apart(target.ranks.is_split or target.shards or any(weight.is_meta for weight in target.model.parameters()))
     made, before = {}, _fingerprints(target.model)
     for name, place in adapters.items():
         made[name] = adapt(with_lora(target.model, name, place), target.exact, base=target)

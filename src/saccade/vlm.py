@@ -237,7 +237,7 @@ class VLM:
         self.head = None if self.head_name is None else self.heads[self.head_name]
         self.engine = methods.build(method, replace(self._parts, head=self.head), **options)
         self.lossless = methods.is_lossless(self.options)
-        by_model = self.engine.drafter is not None and self.engine.drafter.model is not None
+        by_model = self.engine.drafter is not None and self.engine.drafter.facts.model is not None
         self.drafts_from_prompts = by_model and methods.needs(self.options) == "draft model"
 
     @overload

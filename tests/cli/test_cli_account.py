@@ -95,7 +95,7 @@ def test_ctrl_c_while_plain_decoding_is_timed_leaves_the_answer(shell: Shell, mo
     stock = StepRunner.run
 
     def interrupted(self: StepRunner) -> None:
-        if self._state.drafter is None:
+        if self._state.drafting is None:
             raise KeyboardInterrupt
         stock(self)
 

@@ -95,7 +95,7 @@ def test_any_drafter_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
     if drafts in ("model", "self") and "lookup_tokens" not in given:
         drafter: Any = build("chain", parts(), **given).drafter
         assert isinstance(drafter, EnsembleDrafter) == ("keep_images" in given)
-        assert drafter.model is (parts().target if drafts == "self" else parts().draft_model)
+        assert drafter.facts.model is (parts().target if drafts == "self" else parts().draft_model)
 
 
 @pytest.mark.parametrize("views", VIEWS, ids=str)

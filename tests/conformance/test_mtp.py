@@ -21,7 +21,8 @@ from families import FAMILIES, FamilyCase, _text, reference_greedy
 from harness import proposals
 from mtp_kit import DELTA, KINDS, KINDS_APART, save, write
 from saccade import resolution
-from saccade.draft.heads.mtp import MtpDrafter, load_mtp
+from saccade.draft.heads.mtp import load_mtp
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
@@ -48,7 +49,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def engine(target: Target, policy: Any) -> Engine:
-    return Engine(target, MtpDrafter(load_mtp(target), target, policy))
+    return Engine(target, HeadDrafter(load_mtp(target), target, policy))
 
 
 def greedy(target: Target, prompt: Prompt) -> list[int]:
@@ -68,7 +69,7 @@ def test_the_layer_counts_the_bytes_that_it_holds_of_a_token(target: Target) -> 
     session: Any = under.open(1)
     under.generate([Request(PROMPTS[0])], max_new_tokens=2, session=session)
     features, cache = session.drafting._features[0], session.drafting.cache
-    assert session.drafting._drafter.entry_bytes == cache.nbytes / cache.slots + features.nbytes / len(features)
+    assert session.drafting._drafter.facts.entry_bytes == cache.nbytes / cache.slots + features.nbytes / len(features)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -209,7 +210,7 @@ def test_the_checkpoint_chooses_the_method(target: Target) -> None:
 
 def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> None:
     ids = torch.tensor([PROMPTS[0].ids])
-    for model, drafter in ((target.model, MtpDrafter), (small_model(1, vocab=48), PromptLookup)):
+    for model, drafter in ((target.model, HeadDrafter), (small_model(1, vocab=48), PromptLookup)):
         speculation = saccade.hf.speculate(gamma=3)
         given = model.generate(ids, max_new_tokens=NEW, do_sample=False)
         again = model.generate(ids, max_new_tokens=NEW, do_sample=False, custom_generate=speculation)

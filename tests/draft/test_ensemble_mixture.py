@@ -212,10 +212,10 @@ def test_the_time_of_captions_can_be_told_from_prefill() -> None:
     view = Caption(target("llava").config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
     engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(2), [Multimodal(), view]))
     session: Any = engine.open(1)
-    generate(engine, prompts("llava", rows=1), session, new=3)
-    assert session.drafting.captioning_seconds == view.seconds >= 0.05
-    generate(engine, prompts("llava", rows=1), session, new=3)
-    assert session.drafting.captioning_seconds == 0
+    (first,) = generate(engine, prompts("llava", rows=1), session, new=3)
+    assert first.stats.times.caption == view.seconds >= 0.05
+    (again,) = generate(engine, prompts("llava", rows=1), session, new=3)
+    assert again.stats.times.caption == 0
 
 
 def test_an_ensemble_without_views_is_refused() -> None:

@@ -154,8 +154,9 @@ def test_lookup_guesses_nothing_that_the_target_does_not_have() -> None:
 
 def test_bounds_are_those_of_both_and_nothing_is_drawn() -> None:
     merged = MergedDrafter(PromptLookup(4), PromptLookup(9))
-    assert (merged.max_nodes, merged.max_depth, merged.max_children, merged.draws) == (14, 9, 2, False)
-    assert MergedDrafter(PromptLookup(4), PromptLookup(9), total=6).max_nodes == 7
+    facts = merged.facts
+    assert (facts.max_nodes, facts.max_depth, facts.max_children, facts.draws) == (14, 9, 2, False)
+    assert MergedDrafter(PromptLookup(4), PromptLookup(9), total=6).facts.max_nodes == 7
 
 
 # --------------------------------------------------------------------------- merged drafters

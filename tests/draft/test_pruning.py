@@ -200,7 +200,7 @@ def loaded(drafter: Drafter, name: str, whole: Prompt, room: int = 40) -> tuple[
     """A session whose row 0 holds a prompt, and the target's context; ``last`` of it is what it has read."""
     context: Any = Context(target(name), 1)
     session = drafter.open(1, context)
-    session.reserve(0, len(whole) + room)
+    session.begin(0, len(whole) + room)
     context.last = context.load(0, whole)
     session.load(0, whole, context.last)
     return session, context

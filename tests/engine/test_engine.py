@@ -87,7 +87,7 @@ def test_counts_fit_together(method: str, do_sample: bool) -> None:
         assert sum(stats.accepted_histogram) == stats.target_passes
         judged = sum(a * n for a, n in enumerate(stats.accepted_histogram))
         cut = judged + stats.target_passes - stats.decoded_tokens  # what the last pass gave beyond the end
-        assert 0 <= cut <= (drafter.max_depth if drafter else 0)
+        assert 0 <= cut <= (drafter.facts.max_depth if drafter else 0)
         assert stats.accepted_tokens <= judged + stats.prefill_tokens
         assert judged <= stats.drafted_tokens
         if drafter is None:
@@ -96,7 +96,7 @@ def test_counts_fit_together(method: str, do_sample: bool) -> None:
             assert stats.target_passes == stats.new_tokens - 1
         elif method != "lookup":
             assert stats.accepted_tokens > 0
-            assert stats.drafted_tokens <= (stats.target_passes + 1) * (drafter.max_nodes - 1)
+            assert stats.drafted_tokens <= (stats.target_passes + 1) * (drafter.facts.max_nodes - 1)
         seconds = stats.times
         assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill + seconds.draft
         assert seconds.decode >= seconds.draft + seconds.verify
@@ -111,7 +111,7 @@ def test_the_kv_cache_is_as_large_as_the_request(method: str) -> None:
     under_test = engine(method)
     session = under_test.open(3)
     under_test.generate(requests(), max_new_tokens=NEW, session=session)
-    nodes = under_test.drafter.max_nodes if under_test.drafter else 1
+    nodes = under_test.drafter.facts.max_nodes if under_test.drafter else 1
     cache = session.context.cache
     for row in range(3):
         needed = len(prompts()[row]) + NEW + nodes

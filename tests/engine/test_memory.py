@@ -35,7 +35,7 @@ from versions import MLLAMA
 def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:
     """Bytes of a row, in target and draft model."""
     entry = batch.target.entry_bytes + batch.drafter.model.entry_bytes  # type: ignore[union-attr]
-    return round_to_segment(len(prompt) + n + batch.drafter.max_nodes) * entry  # type: ignore[union-attr]
+    return round_to_segment(len(prompt) + n + batch.drafter.facts.max_nodes) * entry  # type: ignore[union-attr]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
@@ -99,7 +99,7 @@ def test_a_head_s_bytes_are_counted_when_copies_are_merged_with_its_drafts() -> 
     target = engine("chain").target
     head = HeadDrafter(build_head(HeadConfig.from_target(target, "eagle2")), target, Chain(4))
     batch = Engine(target, MergedDrafter(head, PromptLookup(gamma=4))).open(2, kv_memory=2**20)
-    assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + head.entry_bytes)
+    assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + head.facts.entry_bytes)
 
 
 @pytest.mark.parametrize("name", ["mistral4", "kimi_k25", pytest.param("mllama", marks=MLLAMA)])

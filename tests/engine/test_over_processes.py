@@ -72,7 +72,7 @@ def test_two_processes_give_the_tokens_of_one(name: str, checkpoints: Path, tmp_
         target = split_target(checkpoints / name)
         weight = target.layers[0].self_attn.q_proj.weight
         assert weight.to_local().shape[0] * COUNT == weight.shape[0]
-        assert target.ranks is not None
+        assert target.ranks.is_split
         assert target.ranks.rank == rank
         assert not target.is_lean
         return answers(name, target)
@@ -96,7 +96,6 @@ def test_the_comparison_notices_processes_that_decide_for_themselves(checkpoints
 def test_what_rank_0_sends_may_have_another_shape(checkpoints: Path, tmp_path: Path) -> None:
     def work(rank: int) -> dict[str, Any]:
         ranks = split_target(checkpoints / "llama").ranks
-        assert ranks is not None
         own = [torch.arange(3 + rank), torch.ones(1 + rank, 2, dtype=torch.bool)]
         numbers, parts = ranks.tensors([rank, 5 + rank], own)
         return {"numbers": numbers, "parts": [p.tolist() for p in parts], "kinds": [str(p.dtype) for p in parts]}

@@ -373,7 +373,7 @@ def test_a_row_that_a_drafter_cannot_join_goes_on_without_it(monkeypatch: pytest
     monkeypatch.setattr(Pacer, "is_proven", True)
     refused = []
 
-    def load_nothing(session: ModelDraftSession, row: int, prompt: object, prefill: object) -> None:
+    def load_nothing(session: ModelDraftSession, row: int, *rest: object) -> None:
         refused.append(row)
         raise ContextError(10, 4)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan
+from saccade.engine.slots import DraftedRow
 from saccade.inputs.families.family import Prompt
 
 PROMPT = [3, 1]
@@ -59,13 +60,14 @@ def test_the_output_is_cut_exactly_where_plain_decoding_ends(
         return torch.tensor([ids[0, -len(stop) :].tolist() == stop])
 
     under_test = row(limit, eos, [ends_with] if stop else [])
+    drafted = DraftedRow(under_test)
     emitted: list[int] = []
     taken: list[int] = []
     marks: list[str] = []
     for block in blocks:
         if not under_test.done:
             emitted += emit(under_test, block)
-            taken += under_test.pop_new_tokens()
+            taken += drafted.pop_new_tokens()
             marks += ["draft"] * (len(block) - 1) + ["target"]
     output = under_test.finish()
     expected, reason = naive([token for block in blocks for token in block], limit, eos, stop)
@@ -120,7 +122,7 @@ def test_stopping_criteria_get_ids_on_the_device_of_the_model() -> None:
 def test_a_drafter_that_joins_late_gets_the_prompts_last_token_and_all_of_the_answer() -> None:
     under_test = row()
     emit(under_test, [5, 6])
-    under_test.drafter_lacks_end = True
-    assert under_test.pop_new_tokens() == [*PROMPT[-1:], 5, 6]
+    drafted = DraftedRow(under_test, lacks_end=True)
+    assert drafted.pop_new_tokens() == [*PROMPT[-1:], 5, 6]
     emit(under_test, [7])
-    assert under_test.pop_new_tokens() == [7]
+    assert drafted.pop_new_tokens() == [7]

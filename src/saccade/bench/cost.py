@@ -102,7 +102,7 @@ def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
     context = Context(target, 1)
     session = HeadDrafter(head, target, Chain(steps)).open(1, context)
     context.cache.reserve(0, room)
-    session.reserve(0, room)
+    session.begin(0, room)
     session.load(0, prompt, context.load(0, prompt))
     emitted = [[prompt.ids[-1]]]
     proposer = TopProposer()

@@ -74,8 +74,8 @@ class Prepared:
             "lossless": vlm.lossless,
             "needs": methods.needs(vlm.options),
             "head": vlm.head_name,
-            "max_nodes": drafter.max_nodes if drafter else 1,
-            "max_depth": drafter.max_depth if drafter else 0,
+            "max_nodes": drafter.facts.max_nodes if drafter else 1,
+            "max_depth": drafter.facts.max_depth if drafter else 0,
         }
 
     def models(self) -> dict[str, Any]:

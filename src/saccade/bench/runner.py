@@ -164,7 +164,7 @@ class Runner:
         """Header of a new run, with step times after the first prompt."""
         prepared = self._prepared
         prompt = prepared.vlm.processor.prompt(first.turns[0].messages, options=MediaOptions(**first.reading))
-        trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
+        trees = [vlm.engine.drafter.facts.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
         text = prepared.vlm.processor.text_only(prompt)
         models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
         return Header(

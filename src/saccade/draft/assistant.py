@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.drafter import WHOLE, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.session import parents_of
-from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
+from saccade.draft.trees.policy import Frontier, Proposer, Signals, TreePolicy, grow
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
@@ -74,7 +74,7 @@ class AssistantDrafter(Drafter):
     """Drafter of a `Gemma4AssistantForCausalLM` or `Gemma4UnifiedAssistantForCausalLM` and its target."""
 
     def __init__(self, assistant: Target, target: Target, policy: TreePolicy) -> None:
-        super().__init__(policy)
+        self.facts, self.policy = DrafterFacts.of(policy, is_early=False), policy
         check_assistant(assistant.config, target.config)
         self.assistant, self.target = assistant, target
         layers = shared_layers(target.text_config)
@@ -106,18 +106,16 @@ class AssistantDraftSession(DraftSession):
         self._prompts = [0] * rows
         target.requirements.add_layers(self._last)
 
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
-        self.keep(row, prompt, prefill)
+        self.skip(row, prompt, prefill)
         if prefill.start < self._prompts[row]:  # not a later turn
             self._shaping.restart(row)
         self._prompts[row] = len(prompt)
+        return WHOLE
 
-    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+    def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._states[row] = prefill.hidden[self._last][-1:].to(self._like)
-
-    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        self._take_states(rows, output, verdict)
 
     def _take_states(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
         node = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
@@ -130,9 +128,12 @@ class AssistantDraftSession(DraftSession):
         self._prompts[row] = 0
         self._shaping.restart(row)
 
-    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
+    def observe(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
+    ) -> None:
         self._take_states(rows, output, verdict)
-        self._shaping.observe(rows, verdict.on_proposed(tree))
+        if drafted:
+            self._shaping.observe(rows, verdict.on_proposed(tree))
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
@@ -157,7 +158,7 @@ class AssistantDraftSession(DraftSession):
         return grow(self._drafter.policy, growth, first, run, limit, rows, proposer.guide)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else super().signals(rows)
+        return self._shaping.signals(rows)
 
     def _forward(self, rows: Rows, states: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[A, W, V]`` and outputs ``[A, W, d]`` behind tokens ``[A, W]`` with their parents' states."""

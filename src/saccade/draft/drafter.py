@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -16,65 +17,101 @@ from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
 
-class Begun:
-    """What a drafter made behind a verdict that the host had not read, for rows that still rest on the same things."""
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """What the engine plans with; the facts of two drafters of one tree add up."""
 
-    def __init__(self, rest: Mapping[int, Any], made: Any) -> None:
-        self.made = made  # for all of these rows
-        self._rest = {row: (place, on) for place, (row, on) in enumerate(rest.items())}
-        self._count = len(rest)
+    max_nodes: int = 1  # of a tree, root included
+    max_depth: int = 0  # of a tree
+    max_children: int = 0  # of a node
+    draws: bool = False  # whether its children may be drawn from q when the rule samples
+    is_early: bool = True  # whether it can draft before the target's prefill is complete: it reads none of its states
+    splices: bool = False  # whether it runs tokens that a grammar forces together with the draft token before them
+    entry_bytes: int = 0  # that it holds of every token of a row
+    row_bytes: int = 0  # that it holds of a row, whatever its length
+    model: Target | None = None  # the draft model
+    num_views: int = 1  # prompts of every row that the draft model holds
 
-    def abandon(self, row: int) -> None:
-        """Take in that a row has other content."""
-        self._rest.pop(row, None)
+    @classmethod
+    def of(cls, policy: TreePolicy, **others: Any) -> Self:
+        """The facts of a drafter whose trees have a policy's bounds."""
+        bounds = policy.max_nodes, policy.max_depth, policy.max_children, policy.can_sample
+        return cls(*bounds, **others)
 
-    def places(self, rest: Mapping[int, Any]) -> list[int] | None:
-        """Return the places of rows among those of `made`; empty for all of them, None where it does not serve one."""
-        found = [self._rest.get(row, (0, None)) for row in rest]
-        if [on for _, on in found] != [*rest.values()]:
-            return None
-        places = [place for place, _ in found]
-        return [] if places == [*range(self._count)] else places
+    @classmethod
+    def of_model(cls, policy: TreePolicy, model: Target, num_views: int = 1, **others: Any) -> Self:
+        """The same of a draft model with its caches."""
+        held = {"entry_bytes": num_views * model.entry_bytes, "row_bytes": num_views * model.row_bytes}
+        return cls.of(policy, model=model, num_views=num_views, **held, **others)
+
+    def __add__(self, other: DrafterFacts) -> DrafterFacts:
+        return DrafterFacts(
+            max_nodes=self.max_nodes + other.max_nodes - 1,
+            max_depth=max(self.max_depth, other.max_depth),
+            max_children=self.max_children + other.max_children,
+            is_early=self.is_early and other.is_early,
+            entry_bytes=self.entry_bytes + other.entry_bytes,
+            row_bytes=self.row_bytes + other.row_bytes,
+            model=self.model or other.model,
+            num_views=max(self.num_views, other.num_views),
+        )
+
+
+class Drafter:
+    """Proposes continuations of the target's text, as trees within the bounds of its facts."""
+
+    facts: DrafterFacts
+
+    def open(self, rows: int, target: Context) -> DraftSession:
+        """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
+        raise NotImplementedError  # every drafter defines it
+
+
+class Loaded(NamedTuple):
+    """Outcome of `DraftSession.load`."""
+
+    part: int = 0  # tokens that this call has prefilled where more are left; 0 once the prompt is whole
+    captioning: float = 0.0  # seconds of the call in which images were captioned
+
+
+WHOLE = Loaded()
 
 
 class DraftSession:
     """A drafter's state for rows that come and go; rows are numbered as in the target's context.
 
-    Attributes:
-        captioning_seconds: part of the last `load` spent on captioning images; 0 for most drafters.
-        splices: whether tokens that a grammar forces run together with the draft tokens before them.
-        can_begin: whether `begin_next` is worth a call behind the last proposal.
+    Every hook but `propose` may do nothing, for a drafter that needs no such event.
     """
 
-    splices: ClassVar[bool] = False
+    can_begin: bool = False  # whether `begin_next` may be called after the last proposal
 
-    captioning_seconds: float = 0.0
-    can_begin: bool = False
-
-    def begin(self, row: int, key: str | None) -> None:
-        """Take in that a row begins in a slot.
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
+        """Make room for a row of ``capacity`` tokens that enters a slot.
 
         Args:
-            key: of the requests whose answers may be drafted from for this one; None for a row that must depend on none
-                of them, as it samples.
+            key: drafts may copy from answers to other requests of the same key; None for a row that must not depend on
+                other requests, as it samples.
         """
 
-    def end(self, row: int, output: Sequence[int]) -> None:
-        """Take in all tokens of an answer that has ended for any reason; none where no later row may use it."""
-
-    def reserve(self, row: int, capacity: int) -> None:
-        """Make room for ``capacity`` tokens of a row."""
-
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
 
         Args:
-            prefill: result of the target's prefill; None where the drafter is `Drafter.early` and that is still to
-                come. The prompt then lacks its last token, which comes as the first root.
+            prefill: result of the target's prefill; None where `DrafterFacts.is_early` and that is still to come. The
+                prompt then lacks its last token, which follows as the first root.
+            budget: tokens to prefill in this call, about; the next call goes on. None for the whole prompt.
         """
+        return WHOLE
+
+    def load_together(self, rows: Rows, prompts: Sequence[Prompt]) -> bool:
+        """`load` several rows before the target's prefill in one pass; False, with nothing done, where it cannot."""
+        return False
+
+    def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """A prompt is not drafted for, in place of `load`; a later turn may reuse the target's states of it."""
 
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        """Draft behind the tokens that some rows emitted since their last call.
+        """Draft after the tokens that some rows emitted since their last call.
 
         Args:
             new: per row the emitted tokens, at least one, the last being the root.
@@ -85,81 +122,61 @@ class DraftSession:
         """
         raise NotImplementedError  # every session defines it
 
-    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        """Take in the outcome of the last proposal for these rows.
+    def observe(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
+    ) -> None:
+        """The outcome of a step of these rows, before its entries are committed.
 
         Args:
-            tree: that was verified, on the target's device: as proposed, or joined to the rows' own drafts.
+            tree: that was verified, on the target's device: as proposed, or joined with the request's drafts.
             scores: ``[A, N, V]`` the target's processed logits after every node.
             verdict: accepted path of every row.
             output: the target's forward, with hidden states ``[A, N, d]`` where requested.
+            drafted: whether this session proposed the tree.
         """
 
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        """Begin to draft behind a verdict that the host has not read, for the next `propose`; nothing by default.
+        """Begin the next draft from a verdict that the host has not read yet; called after `observe`."""
 
-        Called behind `observe`, with the same arguments.
-        """
+    def end(self, row: int, output: Sequence[int]) -> None:
+        """A row has ended with an answer, for any reason; the answer is empty where no later row may copy from it."""
 
     def forget(self, row: int) -> None:
-        """Empty a row."""
-
-    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Take in a prompt that is not drafted for, in place of `load`; for sessions that read the target's states."""
-
-    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        """Take in a step that it did not draft for these rows, ahead of its commit; nothing by default.
-
-        Args:
-            output, verdict: as of `observe`.
-        """
-
-    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        """Prefill about ``budget`` more tokens ahead of `load` and return their number; 0 where that does the rest."""
-        return 0
-
-    def load_together(self, rows: Rows, prompts: Sequence[Prompt]) -> bool:
-        """`load` several rows ahead of the target's prefill in one pass; False, with nothing done, where it cannot."""
-        return False
+        """Empty a slot."""
 
     def signals(self, rows: Rows) -> list[Signals]:
         """Numbers that shaped the last drafts of these rows, in their order, for traces."""
         return [{} for _ in rows]
 
 
-class Drafter:
-    """Proposes continuations of the target's text, in trees of a policy's bounds."""
+class Begun:
+    """A draft that was begun from a verdict which the host had not read.
 
-    model: Target | None = None  # draft model; None without one
-    num_views = 1  # prompts of every row that the draft model holds
-    early = False  # whether it can draft before the target's prefill is complete
-    max_nodes: int  # per tree, root included
-    max_depth: int  # of a tree
-    max_children: int  # per node
-    draws: bool  # whether its children may be drawn from q when the rule samples
+    It serves the rows whose content and whose place in the caches are still those that it was made from.
+    """
 
-    def __init__(self, policy: TreePolicy) -> None:
-        self.policy = policy
-        self.max_nodes, self.max_depth = policy.max_nodes, policy.max_depth
-        self.max_children, self.draws = policy.max_children, policy.can_sample
+    def __init__(self, basis: Mapping[int, Any], made: Any) -> None:
+        self.made = made  # for all of these rows
+        self._basis = {row: (place, on) for place, (row, on) in enumerate(basis.items())}
+        self._count = len(basis)
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes that it holds of every token of a row."""
-        return 0 if self.model is None else self.num_views * self.model.entry_bytes
+    def abandon(self, row: int) -> None:
+        """A row has other content."""
+        self._basis.pop(row, None)
 
-    def open(self, rows: int, target: Context) -> DraftSession:
-        """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
-        raise NotImplementedError  # every drafter defines it
+    def places(self, basis: Mapping[int, Any]) -> list[int] | None:
+        """Return the places of rows in `made`; empty for all of them in order, None where it does not serve one."""
+        known = [self._basis.get(row, (0, None)) for row in basis]
+        if [on for _, on in known] != [*basis.values()]:
+            return None
+        places = [place for place, _ in known]
+        return [] if places == [*range(self._count)] else places
 
 
-class OwnDrafter(Drafter):
-    """Drafts nothing beside what rows draft by themselves (`saccade.draft.own`)."""
+class NullDrafter(Drafter):
+    """Drafts nothing: trees have the drafts of the requests alone (`saccade.draft.request_drafts`)."""
 
-    early = True
-
-    def __init__(self) -> None:
-        self.max_nodes, self.max_depth, self.max_children, self.draws = 1, 0, 0, False
+    facts = DrafterFacts()
 
     def open(self, rows: int, target: Context) -> DraftSession:
         return DraftSession()

@@ -6,10 +6,11 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.drafter import WHOLE, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.trees.policy import Chain, Proposer
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import on_device
@@ -93,13 +94,10 @@ class PromptLookup(Drafter):
     Where the text ends before the draft does, the copy repeats itself.
     """
 
-    early = True
-
     def __init__(
         self, gamma: int = 10, max_ngram: int = 3, device: torch.device = CPU, vocab_size: int | None = None
     ) -> None:
-        super().__init__(Chain(gamma))
-        self.draws = False
+        self.facts = replace(DrafterFacts.of(Chain(gamma)), draws=False)
         self.gamma = gamma  # most draft tokens in a row
         self.max_ngram = max_ngram  # longest n-gram that is matched; shorter ones are tried in turn
         self.device = device  # of the trees; the target's device
@@ -116,9 +114,10 @@ class LookupSession(DraftSession):
         self._drafter = drafter
         self._texts = [IndexedText(drafter.max_ngram) for _ in range(rows)]
 
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         self.forget(row)
         self._texts[row].append(prompt.ids)
+        return WHOLE
 
     def forget(self, row: int) -> None:
         self._texts[row] = IndexedText(self._drafter.max_ngram)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.drafter import Drafter, DraftSession, Loaded
 from saccade.draft.trees.policy import Proposer, TopProposer
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
@@ -27,16 +28,8 @@ class MergedDrafter(Drafter):
         self.first = first  # any drafter; among one node's children its own are verified first
         self.second = second  # any other
         self.total = total  # most draft tokens that are verified; the deepest are cut first
-        self.max_nodes = min(first.max_nodes + second.max_nodes - 1, total + 1)
-        self.max_depth = max(first.max_depth, second.max_depth)
-        self.max_children, self.draws = first.max_children + second.max_children, False
-        self.model = first.model or second.model
-        self.num_views = max(first.num_views, second.num_views)
-        self.early = first.early and second.early
-
-    @property
-    def entry_bytes(self) -> int:
-        return self.first.entry_bytes + self.second.entry_bytes
+        both = first.facts + second.facts
+        self.facts = replace(both, max_nodes=min(both.max_nodes, total + 1))
 
     def open(self, rows: int, target: Context) -> MergedSession:
         return MergedSession(self, rows, target)
@@ -48,24 +41,14 @@ class MergedSession(DraftSession):
     def __init__(self, drafter: MergedDrafter, rows: int, target: Context) -> None:
         self._sessions = drafter.first.open(rows, target), drafter.second.open(rows, target)
         self._total = drafter.total
-        self._block = drafter.max_depth + 1  # most tokens of a row at once: more than the shallower session reserves
+        self._block = drafter.facts.max_depth + 1  # most tokens of a row at once; the shallower session reserves fewer
 
-    def begin(self, row: int, key: str | None) -> None:
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         for session in self._sessions:
-            session.begin(row, key)
+            session.begin(row, capacity + self._block, key)
 
-    def end(self, row: int, output: Sequence[int]) -> None:
-        for session in self._sessions:
-            session.end(row, output)
-
-    def reserve(self, row: int, capacity: int) -> None:
-        for session in self._sessions:
-            session.reserve(row, capacity + self._block)
-
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        for session in self._sessions:
-            session.load(row, prompt, prefill)
-        self.captioning_seconds = sum(session.captioning_seconds for session in self._sessions)
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
+        return Loaded(captioning=sum(session.load(row, prompt, prefill).captioning for session in self._sessions))
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
@@ -74,17 +57,19 @@ class MergedSession(DraftSession):
         self.can_begin = any(session.can_begin for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 
-    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
+    def observe(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
+    ) -> None:
         for session in self._sessions:
-            session.observe(rows, tree, scores, verdict, output)
-
-    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        for session in self._sessions:
-            session.follow(rows, output, verdict)
+            session.observe(rows, tree, scores, verdict, output, drafted)
 
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
         for session in self._sessions:
             session.begin_next(rows, tree, verdict)
+
+    def end(self, row: int, output: Sequence[int]) -> None:
+        for session in self._sessions:
+            session.end(row, output)
 
     def forget(self, row: int) -> None:
         for session in self._sessions:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
-from saccade.draft.drafter import Begun, Drafter, DraftSession
+from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.trees.policy import (
     ConfidentChain,
     Frontier,
@@ -20,7 +20,6 @@ from saccade.draft.trees.policy import (
     Signals,
     Spliced,
     TopProposer,
-    Traced,
     TreePolicy,
     grow,
 )
@@ -42,12 +41,11 @@ _AHEAD, _MOST_AHEAD = 4, 16
 class ModelDrafter(Drafter):
     """A draft VLM or LLM."""
 
-    early = True
-    model: Target
+    splices: ClassVar[bool] = True  # as of `DrafterFacts`
 
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
-        super().__init__(policy)
-        self.model = model  # the adapter of the draft model
+        self.facts = DrafterFacts.of_model(policy, model, splices=self.splices)
+        self.model, self.policy = model, policy  # the adapter of the draft model, and the form of its trees
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.key = f"{policy} {self.vocab_size}"  # of its captured drafts
         self.is_captured = policy.max_children > 1 and reserve(model, policy)
@@ -62,8 +60,6 @@ class ModelDraftSession(DraftSession):
     Entries of draft tokens are dropped after every step; accepted ones run again with the bonus token, in the forward
     that starts the next step. That needs no gather and suits every kind of drafter.
     """
-
-    splices = True
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter, self._target = drafter, target
@@ -80,13 +76,17 @@ class ModelDraftSession(DraftSession):
         self._limit: int | None = None  # of the last draft, if a graph made it
         self._next: Begun | None = None
 
-    def reserve(self, row: int, capacity: int) -> None:
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
 
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        self.load_pruned(row, prompt)
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
+        part = 0 if budget is None else self._load_part(row, prompt, budget)
+        if not part:
+            self.load_pruned(row, prompt)
+        return Loaded(part)
 
-    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
+    def _load_part(self, row: int, prompt: Prompt, budget: int) -> int:
+        """Prefill about ``budget`` more tokens and return their number; 0, with nothing done, if no more are left."""
         own = self._own(prompt)
         prefill = self._parts.get(row)
         if prefill is None or prefill.prompt != own:
@@ -105,7 +105,7 @@ class ModelDraftSession(DraftSession):
         self._begin(row, prompt)
 
     def load_together(self, rows: Rows, prompts: Sequence[Prompt]) -> bool:
-        if type(self).load is not ModelDraftSession.load or any(row in self._parts for row in rows):
+        if any(row in self._parts for row in rows):
             return False
         if not self.context.load_together(rows, [self._own(prompt) for prompt in prompts]):
             return False
@@ -235,7 +235,7 @@ class ModelDraftSession(DraftSession):
     ) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
         policy, vocab = self._drafter.policy, self._drafter.vocab_size
-        if self._drafter.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
+        if policy.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
             return None
         may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
         steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)
@@ -371,14 +371,16 @@ class ModelDraftSession(DraftSession):
                 logits_of[number] = logits
         return torch.stack(logits_of)
 
-    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        self._shaping.observe(rows, verdict.on_proposed(tree))
-
-    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        self._next = None
+    def observe(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
+    ) -> None:
+        if drafted:
+            self._shaping.observe(rows, verdict.on_proposed(tree))
+        else:
+            self._next = None
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
+        return self._shaping.signals(rows)
 
     def _embeddable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those without an embedding in the drafter (padding of a larger vocabulary)."""

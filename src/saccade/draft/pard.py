@@ -24,6 +24,8 @@ class PardDrafter(ModelDrafter):
         ModelError: unless the model's configuration names a `pard_token` of its vocabulary, or ``mask`` is given.
     """
 
+    splices = False
+
     def __init__(
         self, model: Target, policy: TreePolicy, vocab_size: int | None = None, mask: int | None = None
     ) -> None:
@@ -38,7 +40,6 @@ class PardDraftSession(ModelDraftSession):
     """A draft model's KV cache, in which masks never remain."""
 
     _drafter: PardDrafter
-    splices = False
 
     def __init__(self, drafter: PardDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from saccade.draft.best_first import best_first
+from saccade.draft.drafter import Loaded
 from saccade.draft.earlier_answers import AnswerStore
 from saccade.draft.lookup import CPU, END, Draft, IndexedText, LookupSession, PromptLookup
 from saccade.inputs.families.family import Prompt
@@ -60,7 +62,8 @@ class SuffixDrafter(PromptLookup):
     ) -> None:
         super().__init__(options.gamma, options.max_ngram, device, vocab_size)
         self.options, self.store = options, store or AnswerStore(2**25, options.max_ngram)
-        self.max_nodes, self.max_children = options.total + 1, min(options.total, int(1 / options.min_token_prob))
+        widest = min(options.total, int(1 / options.min_token_prob))
+        self.facts = replace(self.facts, max_nodes=options.total + 1, max_children=widest)
         self._rates: OrderedDict[str, list[tuple[float, float]]] = OrderedDict()
 
     def rates(self, key: str) -> list[tuple[float, float]]:
@@ -85,13 +88,13 @@ class SuffixSession(LookupSession):
         self._prompts = [0] * rows  # tokens of the prompts
         self._guesses: list[tuple[int, list[_Guess]]] = [(0, []) for _ in range(rows)]  # place in the text, and tokens
 
-    def begin(self, row: int, key: str | None) -> None:
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.forget(row)
         self._keys[row] = key
 
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        super().load(row, prompt, prefill)
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         self._prompts[row] = len(prompt) + (prefill is None)
+        return super().load(row, prompt, prefill)
 
     def forget(self, row: int) -> None:
         super().forget(row)

@@ -54,7 +54,7 @@ class RunningBatch:
         self.trace = False  # whether every step returns the verified trees (costs a few transfers)
         self.steps = 0  # number of steps so far
         self.meanwhile: Callable[[], None] | None = None  # host work for the time in which a device computes a step
-        if kv_memory is not None and self.target.ranks is not None:
+        if kv_memory is not None:
             kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
         self._sizes = StepSizes(prefill_chunk, longest_step)
@@ -78,7 +78,8 @@ class RunningBatch:
     @property
     def drafting(self) -> DraftSession | None:
         """The drafter's session; None without a drafter."""
-        return self._state.drafting
+        drafting = self._state.drafting
+        return None if drafting is None else drafting.session
 
     @property
     def kv_usage(self) -> float:
@@ -109,7 +110,7 @@ class RunningBatch:
         self.engine.rule(plan.do_sample)
         _check_ids(self.target, request.prompt)
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
-        if plan.do_sample and self.target.ranks is not None:
+        if plan.do_sample:
             request = replace(request, seed=self.target.ranks.numbers([request.seed])[0])
         row = Row(request, plan, self.target.device, self.target.vocab_size, drafts=self.drafter is not None)
         self._state.slots.check(row)
@@ -266,7 +267,7 @@ class Engine:
 
     def free_memory(self) -> int:
         """Bytes of free memory on the target's device, without what graphs may take there."""
-        return free_memory(self.target, None if self.drafter is None else self.drafter.model)
+        return free_memory(self.target, None if self.drafter is None else self.drafter.facts.model)
 
     def open(self, rows: int = 1, **options: Any) -> RunningBatch:
         """Open a running batch of up to ``rows`` rows; further options as in `RunningBatch`."""

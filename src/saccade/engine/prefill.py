@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 from statistics import median
 
 from saccade.engine.row import Row
-from saccade.engine.slots import BatchState, Clock
+from saccade.engine.slots import BatchState, Clock, Drafting, DraftStage
 from saccade.errors import InputError
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Prefill, PrefillResult
 from saccade.target_model.token_blocks import ContextError, TokenBlock
 
@@ -97,6 +98,9 @@ class PromptRunner:
     def __init__(self, state: BatchState, clock: Clock, sizes: StepSizes) -> None:
         self._state, self._target, self._clock = state, state.target, clock
         self._sizes = sizes
+        self.drafts: DraftPrefill | None = None  # of the drafter's prompts; None for plain decoding
+        if state.drafting is not None:
+            self.drafts = DraftPrefill(state.drafting, clock, sizes.drafts, lambda: self._budgets[2])
         self._rows, self._tokens, self._media_tokens = len(state.decoding), 0, 0
         state.context.media.timed = partial(clock.stage, "vision")
 
@@ -105,14 +109,13 @@ class PromptRunner:
         """Tokens of prompts, of media, and of draft prompts that this step has time for."""
         kinds = self._sizes.prompts, self._sizes.media, self._sizes.drafts
         budgets = [each.size(self._rows, len(self._state.prefills)) for each in kinds]
-        ranks = self._target.ranks
-        return budgets if ranks is None else ranks.numbers(budgets)  # times differ from rank to rank
+        return self._target.ranks.numbers(budgets)  # times differ from rank to rank
 
     def chunks(self) -> list[PrefillChunk]:
         """This step's parts of prompts: with a block of the joint forward, or run alone or ahead without one."""
         chunks: list[PrefillChunk] = []
         left = 1.0  # share of the time by which this step may be longer
-        if not self._state.prefills and self._target.ranks is None:
+        if not self._state.prefills and not self._target.ranks.is_split:
             return chunks
         most = self._budgets[0]
         waiting = self._in_order() if most else []
@@ -159,7 +162,8 @@ class PromptRunner:
                 self._state.fail(chunk.row, error)
                 chunks.remove(chunk)
                 continue
-            chunk.has_tree = chunk.block is not None and chunk.is_last and self._starts_with_tree(chunk.row)
+            if chunk.block is not None and chunk.is_last and self.drafts is not None:
+                chunk.has_tree = self.drafts.starts_with_tree(chunk.row)
         return chunks
 
     def _in_order(self) -> list[tuple[Row, Prefill]]:
@@ -192,9 +196,9 @@ class PromptRunner:
 
     def _costs(self, chunk: PrefillChunk) -> tuple[float, float]:
         """Shares of the time by which this step may be longer of a chunk's media and of its draft prompt."""
-        row, tokens = chunk.row, 0
-        if chunk.is_last and not row.drafter_prefilled and self._drafts_early(row):
-            tokens = len(row.request.drafter_prompt)
+        tokens = 0
+        if chunk.is_last and self.drafts is not None:
+            tokens = self.drafts.tokens_due(chunk.row)
         media = chunk.prefill.num_unencoded(chunk.stop)
         return media / self._budgets[1], tokens / self._budgets[2]
 
@@ -209,8 +213,8 @@ class PromptRunner:
         except Exception as error:
             self._state.fail(row, error)
             return True
-        if draft:
-            row.drafter_prefilled = self._load_part(row)
+        if draft and self.drafts is not None:
+            self.drafts.run_part(row)
             return True
         return False
 
@@ -226,129 +230,146 @@ class PromptRunner:
         elif not media and not draft:
             self._sizes.prompts.observe_step(self._rows, seconds)
 
-    def _drafts_early(self, row: Row) -> bool:
-        """Whether a row's first tree is verified in the pass that ends its prompt."""
-        return self._can_draft_early(row) and self.drafts(row)
 
-    def _starts_with_tree(self, row: Row) -> bool:
-        """Whether a tree of the drafter's, or of the row's own drafts, is verified in the pass that ends its prompt."""
-        drafter = self._state.drafter
-        if drafter is None or not self._can_draft_early(row):
+class DraftPrefill:
+    """Prefill of a drafter's prompts in one step.
+
+    A drafter that is early is prefilled before the target's last chunk runs, without the prompt's last token, and maybe
+    in parts; any other one after it, with the target's result. A drafter that a pacer left out may join later.
+    """
+
+    def __init__(self, drafting: Drafting, clock: Clock, sizes: ChunkSizes, budget: Callable[[], int]) -> None:
+        self._drafting, self._clock, self._sizes = drafting, clock, sizes
+        self._budget = budget  # tokens of draft prompts that the step has time for
+
+    def starts_with_tree(self, row: Row) -> bool:
+        """Whether a tree of the drafter, or of the request's drafts, is verified in the pass that ends the prompt."""
+        if not self._can_draft_early(row):
             return False
-        return (self.drafts(row) and drafter.max_depth > 0) or row.own is not None
+        return (self._joins(row) and self._drafting.facts.max_depth > 0) or row.request_drafts is not None
+
+    def tokens_due(self, row: Row) -> int:
+        """Tokens of the draft prompt that are prefilled in the step that ends the target's."""
+        drafting = self._drafting
+        is_loaded = drafting[row].stage is DraftStage.JOINED
+        if is_loaded or not (self._can_draft_early(row) and self._joins(row)):
+            return 0
+        return len(row.request.drafter_prompt)
+
+    def run_part(self, row: Row) -> None:
+        """Prefill a part of a row's prompt, or what is left of it, before the target's prefill has ended."""
+        budget = self._budget()
+        if budget:
+            self._load(row, None, budget)
+
+    def join_late(self, rows: Sequence[Row]) -> None:
+        """Let the drafter join rows that began without it, now that drafting is known to pay."""
+        for row in rows:
+            if not self._drafting[row].drafts:
+                self._join_late(row)
+
+    def run_early(self, rows: Sequence[Row]) -> None:
+        """Prefill rows whose target's prefill ends in this step, in one pass where the drafter can."""
+        rows = [row for row in rows if self._drafting[row].stage is DraftStage.JOINING]
+        if len(rows) < 2 or not self._load_together(rows):
+            for row in rows:
+                self._load(row, None)
+
+    def run_after(self, row: Row, result: PrefillResult) -> None:
+        """Prefill a row whose target's prefill has ended, or tell the drafter that it is left out."""
+        assert row.slot is not None
+        if self._joins(row):
+            self._load(row, result)
+        else:
+            self._drafting.session.skip(row.slot, row.request.drafter_prompt, result)
+
+    def _joins(self, row: Row) -> bool:
+        """Whether the drafter drafts for a row, which is decided by the first call."""
+        drafting, drafted = self._drafting, self._drafting[row]
+        if drafted.stage is DraftStage.UNDECIDED:
+            pacer, others = drafting.pacer, len(drafting.rows) - 1
+            length = len(row.request.drafter_prompt)
+            admits = pacer is None or row.do_sample or pacer.admits(others, length, row.remaining)
+            drafted.stage = DraftStage.JOINING if admits else DraftStage.LEFT_OUT
+        return drafted.drafts
 
     def _can_draft_early(self, row: Row) -> bool:
         """Whether the drafter needs nothing of the target, and the prompt's last token can be its first root."""
-        drafter = self._state.drafter
-        if drafter is None or not drafter.early:
+        if not self._drafting.facts.is_early:
             return False
         prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
         same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
-        return same_end and prompt.ids[-1] not in self._target.family.visual_ids.values()
+        return same_end and prompt.ids[-1] not in self._drafting.target.family.visual_ids.values()
 
-    def drafts(self, row: Row) -> bool:
-        """Whether the drafter drafts for a row, as decided last."""
-        pacer = self._state.pacer
-        if row.drafts is None:
-            others = sum(other is not row for other in self._state.active)
-            row.drafts = (
-                pacer is None or row.do_sample or pacer.admits(others, len(row.request.drafter_prompt), row.remaining)
-            )
-        return row.drafts
-
-    def start_late(self, row: Row) -> None:
-        """Let the drafter join a row that began without it, now that it is known to pay."""
-        pacer = self._state.pacer
-        if not row.drafter_begun:
+    def _join_late(self, row: Row) -> None:
+        drafted, pacer = self._drafting[row], self._drafting.pacer
+        if drafted.stage is DraftStage.LEFT_OUT:
             if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
                 return
-            row.drafts = None
-            if not self.drafts(row):
+            drafted.stage = DraftStage.UNDECIDED
+            if not self._joins(row):
                 return
-        row.drafts = self._load_part(row)
+        drafted.stage = DraftStage.JOINING_LATE
+        self.run_part(row)
 
-    def _load_part(self, row: Row) -> bool:
-        """Prefill a part of the drafter's prompt ahead of the target's, or the last; whether all of it is done."""
-        drafting, budget, prompt = self._state.drafting, self._budgets[2], row.request.drafter_prompt
-        row.drafter_begun = True
-        if not budget:
+    def _load_together(self, rows: Sequence[Row]) -> bool:
+        drafting, started, prompts = self._drafting, self._clock.timer(), [_without_end(row) for row in rows]
+        tokens, slots = sum(map(len, prompts)), [row.slot for row in rows if row.slot is not None]
+        try:
+            with self._clock.stage("draft_prefill"), drafting.target.threads.on("draft_prefill", tokens):
+                if not drafting.session.load_together(slots, prompts):
+                    return False
+        except Exception:  # of one row, which fails when it is loaded alone
             return False
-        assert drafting is not None
+        self._finish(rows, tokens, self._clock.timer() - started, lacks_end=True)
+        return True
+
+    def _load(self, row: Row, result: PrefillResult | None, budget: int | None = None) -> None:
+        """Prefill a row, or fail it; with a budget maybe a part, before the target's prefill without the last token."""
+        drafting, drafted = self._drafting, self._drafting[row]
+        prompt = _without_end(row) if result is None else row.request.drafter_prompt
+        tokens = budget or len(prompt)
         assert row.slot is not None
         started = self._clock.timer()
         try:
-            with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", budget):
-                tokens = drafting.load_part(row.slot, replace(prompt, ids=prompt.ids[:-1]), budget)
-        except Exception:  # which it raises again
-            tokens = 0
-        spent = self._clock.timer() - started
-        row.drafter_seconds += spent
-        row.drafter_begun = tokens > 0
-        if not tokens:
-            return self.prefill_drafter(row, None)
-        self._sizes.drafts.observe_chunk(tokens, spent)
-        return False
-
-    def prefill_drafters(self, rows: Sequence[Row]) -> None:
-        """Prefill the drafter of rows whose target's prefill ends in this step, in one pass where it can."""
-        drafting, started = self._state.drafting, self._clock.timer()
-        slots = [row.slot for row in rows if row.slot is not None]
-        if drafting is not None and len(rows) > 1 and len(slots) == len(rows):
-            prompts = []
-            for row in rows:
-                prompt = row.request.drafter_prompt
-                prompts.append(replace(prompt, ids=prompt.ids[:-1]))
-            tokens = sum(map(len, prompts))
-            try:
-                with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", tokens):
-                    is_done = drafting.load_together(slots, prompts)
-            except Exception:  # of one of them, which fails alone below
-                is_done = False
-            if is_done:
-                for row in rows:
-                    row.drafter_lacks_end = True
-                self._count_draft_prefill(tokens, self._clock.timer() - started, rows)
-                return
-        for row in rows:
-            self.prefill_drafter(row, None)
-
-    def _count_draft_prefill(self, tokens: int, seconds: float, rows: Sequence[Row]) -> None:
-        before = sum(row.drafter_seconds for row in rows)
-        reused = sum(row.stats.reused_tokens for row in rows)
-        if not before and not reused:
-            self._sizes.drafts.observe_chunk(tokens, seconds)
-        if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(tokens, seconds + before)
-
-    def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
-        """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""
-        drafting = self._state.drafting
-        assert drafting is not None
-        assert row.slot is not None
-        prompt = row.request.drafter_prompt
-        if result is None:
-            prompt = replace(prompt, ids=prompt.ids[:-1])
-        row.drafter_lacks_end = result is None
-        started = self._clock.timer()
-        try:
-            with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", len(prompt)):
-                drafting.load(row.slot, prompt, result)
+            with self._clock.stage("draft_prefill"), drafting.target.threads.on("draft_prefill", tokens):
+                loaded = drafting.session.load(row.slot, prompt, result, budget)
         except ContextError as problem:
             if row.output:  # it was to join late; the answer goes on without it
-                row.drafts = False
-                return False
+                drafted.stage = DraftStage.LEFT_OUT
+                return
             length = len(row.request.drafter_prompt)
             error = InputError(
                 f"The draft model's prompt has {length} tokens but that model's context is {problem.context}; give a "
                 "draft model of a longer context, choose a method without one, or shorten the prompt."
             )
-            self._state.fail(row, error)
-            return False
+            drafting.fail(row, error)
+            return
         except Exception as error:
-            self._state.fail(row, error)
-            return False
-        self._count_draft_prefill(len(prompt), self._clock.timer() - started, [row])
-        captions = drafting.captioning_seconds
-        self._clock.add("caption", captions)
-        self._clock.add("draft_prefill", -captions)
-        return True
+            drafting.fail(row, error)
+            return
+        seconds = self._clock.timer() - started
+        if loaded.part:
+            drafted.prefill_seconds += seconds
+            self._sizes.observe_chunk(loaded.part, seconds)
+            return
+        self._finish([row], len(prompt), seconds, lacks_end=result is None)
+        self._clock.add("caption", loaded.captioning)
+        self._clock.add("draft_prefill", -loaded.captioning)
+
+    def _finish(self, rows: Sequence[Row], tokens: int, seconds: float, lacks_end: bool) -> None:
+        """Rows have joined, after so many seconds and those of earlier parts."""
+        before = 0.0
+        for drafted in map(self._drafting.__getitem__, rows):
+            drafted.stage, drafted.lacks_end = DraftStage.JOINED, lacks_end
+            before += drafted.prefill_seconds
+        if not before and not any(row.stats.reused_tokens for row in rows):
+            self._sizes.observe_chunk(tokens, seconds)
+        if self._drafting.pacer is not None:
+            self._drafting.pacer.observe_prefill(tokens, seconds + before)
+
+
+def _without_end(row: Row) -> Prompt:
+    """The drafter's prompt without its last token, which follows as the first root."""
+    prompt = row.request.drafter_prompt
+    return replace(prompt, ids=prompt.ids[:-1])

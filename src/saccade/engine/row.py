@@ -16,9 +16,8 @@ import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from saccade.draft.own import MOST, OwnDrafts
 from saccade.draft.prediction import Prediction
-from saccade.engine.costs import Trials
+from saccade.draft.request_drafts import MOST, RequestDrafts
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions
@@ -287,21 +286,14 @@ class Row:
         self.overtaken = 0  # how often others have gone ahead of it, for memory or with their prompts
         self.steps: list[TicketChunk] = []  # unread steps, oldest first; readers remove them
         self.processing = RowProcessing(plan.processors, plan.eos)
-        self.own: OwnDrafts | None = None  # drafts of its grammar and its prediction, where there are some
+        self.request_drafts: RequestDrafts | None = None  # of its grammar and its prediction, where it has one
         prediction = Prediction(request.prediction, vocab_size, plan.eos) if request.prediction else None
         if drafts and (prediction is not None or self.processing.grammars):
-            self.own = OwnDrafts(self.processing, prediction, len(self.ids))
+            self.request_drafts = RequestDrafts(self.processing, prediction, len(self.ids))
         self.generator = torch.Generator().manual_seed(request.seed)  # random generator, on the host
-        self.drafter_prefilled = False  # whether the drafter has cached its prompt ahead of the target
-        self.drafter_begun = False  # whether it has cached a part of it
-        self.drafter_seconds = 0.0  # that this took
-        self.drafter_lacks_end = False  # whether the drafter has cached its prompt without the last token
-        self.drafts: bool | None = None  # whether the drafter drafts for the row at all; None until that is decided
-        self.trials = Trials()  # acceptance of the row's draft tokens, where a pacer chooses their number
         self._device = device
         self.done = False  # whether it has ended, for any reason
         self._reason: FinishReason | None = None
-        self._num_proposed = 0
         self.submitted = time.perf_counter()
         self._begun = self._ended = 0.0
         self._seconds: dict[str, float] = {}
@@ -317,26 +309,14 @@ class Row:
         return len(self.request.prompt) + self.plan.max_new_tokens
 
     @property
-    def own_nodes(self) -> int:
-        """Upper bound of the nodes that it adds to a drafter's trees."""
-        return 0 if self.own is None else MOST
+    def request_nodes(self) -> int:
+        """Upper bound of the nodes that its request adds to a drafter's trees."""
+        return 0 if self.request_drafts is None else MOST
 
     def begin(self, slot: int) -> None:
         """Record the row's admission."""
         self.slot, self.overtaken = slot, 0
         self._begun = time.perf_counter()
-
-    def pop_new_tokens(self, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the tokens that the drafter lacks: emitted since the last call, behind the prompt's last one.
-
-        ``ahead``: tokens that will be emitted next for certain, and that it gets with them.
-        """
-        new = [*self.output[self._num_proposed :], *ahead]
-        self._num_proposed = len(self.output) + len(ahead)
-        if self.drafter_lacks_end:
-            self.drafter_lacks_end = False
-            return [self.request.prompt.ids[-1], *new]
-        return new
 
     def record_pass(self, accepted: int) -> None:
         """Record one verification pass after prefill."""

@@ -7,12 +7,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.costs import Pacer
+from saccade.draft.drafter import Drafter, DrafterFacts
+from saccade.engine.costs import Pacer, Trials
 from saccade.engine.row import Row
 from saccade.errors import InputError
 from saccade.output import TicketChunk
@@ -83,15 +85,92 @@ class Clock:
         return dict(self._seconds)
 
 
+class DraftStage(Enum):
+    """How far the drafter is with a row."""
+
+    UNDECIDED = auto()  # whether it drafts for the row is decided when the target's prefill ends
+    LEFT_OUT = auto()  # the row decodes without it, and it may join later
+    JOINING_LATE = auto()  # its prompt is prefilled in parts while the row decodes without it
+    JOINING = auto()  # its prompt is prefilled by the time the target's is
+    JOINED = auto()  # its prompt is prefilled
+
+
+@dataclass(slots=True)
+class DraftedRow:
+    """The drafter's state of a row."""
+
+    row: Row
+    stage: DraftStage = DraftStage.UNDECIDED
+    prefill_seconds: float = 0.0  # of the parts of its prompt so far
+    lacks_end: bool = False  # whether its prompt's last token is still to come, as the first root
+    num_received: int = 0  # tokens of the answer that it has received
+    trials: Trials = field(default_factory=Trials)  # acceptance of draft tokens, where a pacer chooses their number
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter drafts for the row."""
+        return self.stage in (DraftStage.JOINING, DraftStage.JOINED)
+
+    def pop_new_tokens(self, ahead: Sequence[int] = ()) -> list[int]:
+        """Return the tokens that the drafter lacks: emitted since the last call, after the prompt's last one.
+
+        ``ahead``: tokens that are certain to be emitted next, which it receives with them.
+        """
+        output = self.row.output
+        new = [*output[self.num_received :], *ahead]
+        self.num_received = len(output) + len(ahead)
+        if self.lacks_end:
+            self.lacks_end = False
+            return [self.row.request.prompt.ids[-1], *new]
+        return new
+
+
+class Drafting:
+    """A drafter's session and its state of every row of the batch."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        pacer: Pacer | None,
+        rows: int,
+        context: Context,
+        fail: Callable[[Row, BaseException], None],
+    ) -> None:
+        self.facts, self.pacer, self.fail = drafter.facts, pacer, fail
+        self.target = context.target
+        self.session = drafter.open(rows, context)
+        self.rows: dict[int, DraftedRow] = {}  # by slot
+
+    def __getitem__(self, row: Row) -> DraftedRow:
+        """The drafter's state of a row that has a slot."""
+        assert row.slot is not None
+        return self.rows[row.slot]
+
+    def begin(self, row: Row) -> None:
+        """A row has entered its slot."""
+        assert row.slot is not None
+        self.rows[row.slot] = DraftedRow(row)
+        capacity = len(row.request.drafter_prompt) + row.plan.max_new_tokens + row.request_nodes
+        self.session.begin(row.slot, capacity, None if row.do_sample else row.request.salt)
+
+    def end(self, row: Row) -> None:
+        """A row leaves its slot."""
+        assert row.slot is not None
+        del self.rows[row.slot]
+        self.session.end(row.slot, [] if row.request.is_last else row.output)
+
+    def trials(self, rows: Sequence[Row]) -> list[Trials]:
+        return [self[row].trials for row in rows]
+
+
 class SlotAllocator:
     """Slots of the caches. A freed slot's content stays cached until its memory is needed."""
 
-    def __init__(
-        self, context: Context, drafter: Drafter | None, drafting: DraftSession | None, limit: int | None
-    ) -> None:
-        self._context, self._drafting, self._drafter = context, drafting, drafter
-        self._extra = drafter.max_nodes if drafter is not None else 1
-        self._entry_bytes, self._row_bytes = _entry_bytes(context.target, drafter)
+    def __init__(self, context: Context, facts: DrafterFacts, drafting: Drafting | None, limit: int | None) -> None:
+        self._context, self._drafting, self._facts = context, drafting, facts
+        self._extra = facts.max_nodes
+        self._entry_bytes = context.target.entry_bytes + facts.entry_bytes
+        self._row_bytes = context.target.row_bytes + facts.row_bytes
         self._limit = limit
         self._rows: list[Row | None] = [None] * context.rows
         self._salts = [""] * context.rows  # of the contents
@@ -136,16 +215,14 @@ class SlotAllocator:
         self._rows[slot], self._salts[slot] = row, row.request.salt
         self._picture_bytes[slot] = self._pictures(row)
         row.begin(slot)
-        self._context.cache.reserve(slot, row.max_entries + self._extra + row.own_nodes)
+        self._context.cache.reserve(slot, row.max_entries + self._extra + row.request_nodes)
         if self._drafting is not None:
-            self._drafting.begin(slot, None if row.do_sample else row.request.salt)
-            entries = len(row.request.drafter_prompt) + row.plan.max_new_tokens + row.own_nodes
-            self._drafting.reserve(slot, entries)
+            self._drafting.begin(row)
         return True
 
     def preallocate(self, rows: Sequence[Row]) -> None:
         """Grow the cache once for rows that begin together."""
-        self._context.cache.preallocate(sum(row.max_entries + self._extra + row.own_nodes + 63 for row in rows))
+        self._context.cache.preallocate(sum(row.max_entries + self._extra + row.request_nodes + 63 for row in rows))
 
     def free(self, row: Row, empty: bool) -> None:
         """Free a row's slot; ``empty``: drop its content, too."""
@@ -153,7 +230,7 @@ class SlotAllocator:
         if slot is None:
             return
         if self._drafting is not None:
-            self._drafting.end(slot, [] if row.request.is_last else row.output)
+            self._drafting.end(row)
         self._frees += 1
         self._rows[slot], self._freed_at[slot], row.slot = None, self._frees, None
         if empty:
@@ -163,7 +240,7 @@ class SlotAllocator:
         self._picture_bytes[slot] = 0
         self._context.forget(slot)
         if self._drafting is not None:
-            self._drafting.forget(slot)
+            self._drafting.session.forget(slot)
 
     def _best(self, free: Sequence[int], row: Row) -> int:
         same = [slot for slot in free if self._salts[slot] == row.request.salt]
@@ -186,7 +263,7 @@ class SlotAllocator:
         return True
 
     def _bytes(self, row: Row) -> int:
-        entries = round_to_segment(row.max_entries + self._extra + row.own_nodes) * self._entry_bytes
+        entries = round_to_segment(row.max_entries + self._extra + row.request_nodes) * self._entry_bytes
         return entries + self._row_bytes + self._pictures(row)
 
     def _held(self, slot: int) -> int:
@@ -194,19 +271,10 @@ class SlotAllocator:
         return capacity * self._entry_bytes + self._row_bytes + self._picture_bytes[slot] if capacity else 0
 
     def _pictures(self, row: Row) -> int:
-        needed, drafter = self._context.target.picture_bytes(row.request.prompt), self._drafter
-        if drafter is not None and drafter.model is not None:
-            needed += drafter.num_views * drafter.model.picture_bytes(row.request.drafter_prompt)
+        needed, model = self._context.target.picture_bytes(row.request.prompt), self._facts.model
+        if model is not None:
+            needed += self._facts.num_views * model.picture_bytes(row.request.drafter_prompt)
         return needed
-
-
-def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:
-    """Bytes of an entry and of a row's recurrent states, in the target and in the drafter."""
-    entry, row = target.entry_bytes, target.row_bytes
-    if drafter is not None:
-        entry += drafter.entry_bytes
-        row += drafter.num_views * drafter.model.row_bytes if drafter.model is not None else 0
-    return entry, row
 
 
 def free_memory(target: Target, draft_model: Target | None) -> int:
@@ -234,20 +302,21 @@ class BatchState:
         kv_memory: int | None,
         media_cache: int,
     ) -> None:
-        self.target, self.drafter, self.pacer, self._rule = target, drafter, pacer, rule
+        self.target, self._rule = target, rule
+        self.facts = facts = DrafterFacts() if drafter is None else drafter.facts
         # Drafters limit their own caches by the target's.
-        most = sys.maxsize if kv_memory is None else kv_memory // _entry_bytes(target, drafter)[0]
+        most = sys.maxsize if kv_memory is None else kv_memory // (target.entry_bytes + facts.entry_bytes)
         self.context = Context(target, max_rows, MediaCache(media_cache), most)  # the target's caches
-        self.drafting: DraftSession | None = None  # the drafter's session; None without a drafter
-        self.models = [target]  # target and draft model, each once
+        self.drafting: Drafting | None = None  # the drafter; None for plain decoding
         if drafter is not None:
-            self.drafting = drafter.open(max_rows, self.context)
-            if drafter.model is not None and drafter.model is not target:
-                self.models.append(drafter.model)
-                self.context.media.share(self.models)
+            self.drafting = Drafting(drafter, pacer, max_rows, self.context, self.fail)
+        self.models = [target]  # target and draft model, each once
+        if facts.model is not None and facts.model is not target:
+            self.models.append(facts.model)
+            self.context.media.share(self.models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self.judge(False)  # which adds its requirements to every forward
-        self.slots = SlotAllocator(self.context, drafter, self.drafting, kv_memory)
+        self.slots = SlotAllocator(self.context, facts, self.drafting, kv_memory)
         self.active: list[Row] = []  # admitted rows, prefilling ones included
         self.prefills: dict[int, Prefill] = {}  # prefills under way, by slot
         self.begun: list[Span] = []  # times of the next step's drafts, which the last one began

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.drafter import DraftSession
-from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, alike, join, tree_on
+from saccade.draft.request_drafts import MOST, WIDEST, GrammarGuide, HostTree, alike, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import sampled_length
 from saccade.engine.prefill import PrefillChunk, PromptRunner, StepSizes
 from saccade.engine.row import Row
-from saccade.engine.slots import BatchState, Clock, Span
+from saccade.engine.slots import BatchState, Clock, Drafting, Span
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED, TicketChunk, TreeTrace
 from saccade.processors import name_of
+from saccade.target_model.adapter import OneProcess
 from saccade.target_model.cache import on_host
 from saccade.target_model.context import Context
 from saccade.target_model.sharding import Ranks
@@ -129,8 +129,8 @@ class VerificationGroup:
     uniforms: Uniforms | None
     drafted: bool  # whether a drafter proposed the trees and observes the outcome
     levels: int = 0  # that it ran, of which the trees may have fewer
-    host: Sequence[OwnTree] | None = None  # the trees, where the rows' own drafts are in them
-    own_emitted: int = 0  # tokens of these that were emitted
+    host: Sequence[HostTree] | None = None  # the trees, where drafts of the requests are in them
+    request_emitted: int = 0  # tokens of these that were emitted
     output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
     verdict: Verdict | None = None
@@ -148,7 +148,7 @@ class VerificationGroup:
         return replace(self, rows=rows, tree=self.tree.cut(places, size), processing=processing, failed={})
 
     def of_like_sizes(self) -> list[VerificationGroup]:
-        """Groups of rows whose own trees are about as large, since all trees of a group are padded to the largest.
+        """Groups of rows whose trees are about as large, since all trees of a group are padded to the largest.
 
         On a CPU alone, where that takes time, and of rows that do not sample.
         """
@@ -161,19 +161,18 @@ class VerificationGroup:
             groups.append(replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={}))
         return groups
 
-    def decide(self, ranks: Ranks | None = None) -> Tensor | list[RowVerdict]:
-        """Process the logits and judge the trees; return the verdicts, packed unless they are on the host: rank 0's."""
+    def decide(self, ranks: Ranks | OneProcess) -> Tensor | list[RowVerdict]:
+        """Process the logits and judge the trees; return rank 0's verdicts, packed unless they are on the host."""
         assert self.output is not None
         self.scores = self._processed(self.output.logits)
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
-        if ranks is None and self.verdict.host is not None:
+        if self.verdict.host is not None and not ranks.is_split:
             return self._on_host(self.verdict.host)
-        if ranks is not None:
-            ours = self.verdict
-            marks = [] if ours.marks is None else [ours.marks]
-            _, (path, count, token, *marks) = ranks.tensors([], [ours.path, ours.count, ours.token, *marks])
-            self.verdict = Verdict(path, count, token, marks[0] if marks else None)
+        ours = self.verdict
+        marks = [] if ours.marks is None else [ours.marks]
+        _, (path, count, token, *marks) = ranks.tensors([], [ours.path, ours.count, ours.token, *marks])
+        self.verdict = Verdict(path, count, token, marks[0] if marks else None)
         sampled = self.scores if self.rule.samples else None
         return pack(self.tree, self.verdict, self.output.logits, sampled)
 
@@ -252,252 +251,167 @@ Commit = tuple[int, list[int], list[int]]
 
 
 class StepRunner:
-    """One step of a running batch."""
+    """One step of a running batch: plan, draft, run the target, judge, emit, and observe the times."""
 
     def __init__(
         self, state: BatchState, sizes: StepSizes, number: int, trace: bool, meanwhile: Callable[[], None] | None = None
     ) -> None:
         self._state, self._context, self._target = state, state.context, state.target
         self._number, self._trace, self._meanwhile = number, trace, meanwhile
-        self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
+        self._pacer = None if state.drafting is None else state.drafting.pacer
+        self._clock = Clock(state.target.device, waits=state.target.ranks.is_split)
         self._clock.spans += state.begun
         state.begun = []
         self._prompts = PromptRunner(state, self._clock, sizes)
 
     def run(self) -> None:
         """Run the step; rows that fail on their own end with their errors."""
-        clock, ranks = self._clock, self._target.ranks
+        clock, state = self._clock, self._state
         started = clock.timer()
         parts = self._prompts.chunks()
         chunks = [chunk for chunk in parts if chunk.block is not None]
-        prefilled = [chunk for chunk in parts if chunk.block is None and chunk.prefill.done]
-        groups = self._propose(chunks)
-        blocks = self._blocks(chunks, groups)
-        with clock.stage("verify" if len(self._state.prefills) < len(self._state.active) else "prefill"):
-            outputs = self._forward(blocks)
-            self._assign_outputs(groups, blocks, outputs)
-            ran = list(groups)
-            prefilled += [c for c in chunks if c.is_last and not c.has_tree]
-            groups += self._first_token_groups(prefilled)
-            decided = [group.decide(ranks) for group in groups]
-        if self._state.drafting is not None and ran:
-            with clock.stage("draft"):
-                self._observe(ran, self._state.drafting)
-        remaining = [[row.remaining for row in group.rows] for group in groups]
-        transfer = to_host(decided, remaining)
-        drafting_ahead = self._begin_next(ran)
+        ended = [chunk for chunk in parts if chunk.block is None and chunk.prefill.done]
+        proposed = self._propose(chunks)
+        with clock.stage("verify" if len(state.prefills) < len(state.active) else "prefill"):
+            self._forward(chunks, proposed)
+            ended += [chunk for chunk in chunks if chunk.is_last and not chunk.has_tree]
+            groups = [*proposed, *self._first_token_groups(ended)]
+            decided = [group.decide(self._target.ranks) for group in groups]
+        self._observe(proposed)
+        transfer = to_host(decided, [[row.remaining for row in group.rows] for group in groups])
+        drafting_ahead = self._begin_next(proposed)
         if self._meanwhile is not None:
             self._meanwhile()
         verdicts = transfer()  # the step's one synchronisation
         self._count_seconds(parts, groups)
-        with_tree = {id(c.row): c for c in chunks if c.has_tree}
+        with_tree = {id(chunk.row): chunk for chunk in chunks if chunk.has_tree}
         emitted = sum([self._emit(group, each, with_tree) for group, each in zip(groups, verdicts, strict=True)])
         seconds = clock.timer() - started
         self._observe_costs(groups, parts, emitted, seconds)
         self._prompts.observe(seconds)
-        self._state.begun = drafting_ahead
+        state.begun = drafting_ahead
 
-    def _forward(self, blocks: Sequence[tuple[TokenBlock, Owner]]) -> list[ForwardOutput]:
-        """Run the target's forward."""
-        if not blocks:
-            return []
-        tokens = sum([block.tokens.numel() for block, _ in blocks])
-        with self._target.threads.on("forward", tokens):
-            outputs = self._context.run([block for block, _ in blocks])
-            for (_, owner), output in zip(blocks, outputs, strict=True):
-                if isinstance(owner, PrefillChunk):
-                    self._record(owner, output)
-        return outputs
-
-    def _observe(self, groups: Sequence[VerificationGroup], drafting: DraftSession) -> None:
-        """Let the drafter take in the outcome."""
-        for group in groups:
-            assert group.scores is not None
-            assert group.verdict is not None
-            assert group.output is not None
-            if group.drafted:
-                drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
-            else:  # a drafter that reads the target's states takes in steps that it does not draft for
-                drafting.follow(group.slots, group.output, group.verdict)
-
-    def _begin_next(self, groups: Sequence[VerificationGroup]) -> list[Span]:
-        """Let the drafter begin the next step's drafts while the host still waits for this one's verdicts.
-
-        Returns the time that it takes the device, which is part of the next step's.
-        """
-        drafting = self._state.drafting
-        if drafting is None or not drafting.can_begin or self._target.ranks is not None:
-            return []
-        drafted = [group for group in groups if group.drafted]
-        if len(drafted) != 1:
-            return []
-        (group,) = drafted
-        if group.host is not None or max([row.remaining for row in group.rows]) <= group.tree.max_depth + 1:
-            return []
-        assert group.verdict is not None
-        clock = Clock(self._target.device)
-        with clock.stage("draft"):
-            drafting.begin_next(group.slots, group.tree, group.verdict)
-        return clock.spans
-
-    # -- trees ---------------------------------------------------------------------------------------------
-
-    def _record(self, chunk: PrefillChunk, output: ForwardOutput) -> None:
-        """Commit a chunk that has run; with a tree behind it, that follows the verdict."""
-        assert chunk.block is not None
-        slot = chunk.prefill.row
-        chunk.prefill.record(output)
-        if chunk.has_tree:
-            _, judge = self._state.judge(chunk.row.do_sample)
-            judge.read(slot, chunk.row.request.prompt, chunk.prefill.result)
-        else:
-            self._context.cache.commit([slot], [range(chunk.block.count)])
+    # -- plan ----------------------------------------------------------------------------------------------
 
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
-        drafter, pacer, rows = self._state.drafter, self._state.pacer, self._state.decoding
-        beginning: list[Row] = []
-        if chunks:
-            starting = [c.row for c in chunks if c.has_tree and c.row.drafts]
-            self._prompts.prefill_drafters([row for row in starting if not row.drafter_prefilled])
-            beginning = [chunk.row for chunk in chunks if chunk.has_tree]
-        for row in rows:
-            if row.drafts is False:
-                self._prompts.start_late(row)
+        rows, beginning = self._state.decoding, [chunk.row for chunk in chunks if chunk.has_tree]
+        if self._prompts.drafts is not None:
+            self._prompts.drafts.run_early(beginning)
+            self._prompts.drafts.join_late(rows)
         rows += beginning
         for row in rows:
-            if row.own is not None and not row.done:
+            if row.request_drafts is not None and not row.done:
                 try:
-                    row.own.begin(row.ids, row.remaining)
+                    row.request_drafts.begin(row.ids, row.remaining)
                 except Exception as error:
                     self._state.fail(row, error)
         groups = list[VerificationGroup]()
         for do_sample in (False, True):
             same = [row for row in rows if row.do_sample == do_sample and not row.done]
-            if not same:
-                continue
-            joined = [row for row in same if row.drafts is not False]
-            lengths = self._draft_lengths(joined, do_sample, len(same) - len(joined))
-            for row in beginning:
-                if row.drafts and id(row) in lengths and drafter is not None:
-                    lengths[id(row)] = max(min(1, drafter.max_depth), lengths[id(row)])
-            is_measured = pacer is not None and not do_sample and pacer.measures
-            for has_own in (False, True):
-                drafting, plain = list[Row](), list[Row]()
-                for row in same:
-                    if (row.own is not None) == has_own:
-                        drafts = lengths.get(id(row)) and not (row.own is not None and row.own.suffices)
-                        (drafting if drafts else plain).append(row)
-                if drafting:
-                    planned = [lengths[id(row)] for row in drafting]
-                    groups += self._propose_groups(drafting, do_sample, planned, len(same) - len(drafting))
-                if plain:
-                    group = self._root_group(plain, do_sample, has_own and not is_measured)
-                    groups += group.of_like_sizes()
+            if same:
+                groups += self._groups(same, beginning, do_sample)
+        return groups
+
+    def _groups(self, rows: Sequence[Row], beginning: Sequence[Row], do_sample: bool) -> list[VerificationGroup]:
+        """Groups of greedy or of sampling rows: each row with or without draft tokens of the drafter, as planned."""
+        drafting, pacer, groups = self._state.drafting, self._pacer, list[VerificationGroup]()
+        joined = rows if drafting is None else [row for row in rows if drafting[row].drafts]
+        lengths = self._draft_lengths(joined, do_sample, len(rows) - len(joined))
+        for row in beginning:  # whose first tree is drafted as the drafter's prompt was prefilled for it
+            if id(row) in lengths:
+                lengths[id(row)] = max(min(1, self._state.facts.max_depth), lengths[id(row)])
+        is_measured = pacer is not None and not do_sample and pacer.measures
+        for has_request_drafts in (False, True):
+            drafted, plain = list[Row](), list[Row]()
+            for row in rows:
+                if (row.request_drafts is not None) == has_request_drafts:
+                    suffices = row.request_drafts is not None and row.request_drafts.suffices
+                    (drafted if lengths.get(id(row)) and not suffices else plain).append(row)
+            if drafted and drafting is not None:
+                planned = [lengths[id(row)] for row in drafted]
+                groups += self._draft(drafting, drafted, do_sample, planned, len(rows) - len(drafted))
+            if plain:
+                group = self._root_group(plain, do_sample, has_request_drafts and not is_measured)
+                groups += group.of_like_sizes()
         return groups
 
     def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
         """Most draft tokens of rows in this step, by id; 0 for none. ``others``: further rows without a drafter."""
-        drafter, pacer = self._state.drafter, self._state.pacer
+        drafting, pacer = self._state.drafting, self._pacer
         if not rows:
             return {}
-        if drafter is None:
-            lengths = [0] * len(rows)
-        elif pacer is None:
-            lengths = [drafter.max_depth] * len(rows)
+        if drafting is None or pacer is None:
+            lengths = [self._state.facts.max_depth] * len(rows)
         elif do_sample:
-            lengths = [sampled_length(row.trials) for row in rows]
+            lengths = [sampled_length(trials) for trials in drafting.trials(rows)]
         else:
-            lengths = pacer.lengths([row.trials for row in rows], others)
+            lengths = pacer.lengths(drafting.trials(rows), others)
         return {id(row): length for row, length in zip(rows, self._agreed(lengths), strict=True)}
 
     def _agreed(self, lengths: list[int]) -> list[int]:
         """Rank 0's lengths: times differ from rank to rank."""
-        ranks = self._target.ranks
-        return lengths if self._state.pacer is None or ranks is None else ranks.numbers(lengths)
+        return lengths if self._pacer is None else self._target.ranks.numbers(lengths)
 
-    def _observe_costs(
-        self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int, seconds: float
-    ) -> None:
-        """Let the pacer take in the time of a step with these chunks of prompts."""
-        pacer, draft = self._state.pacer, self._clock.costs["draft"]
-        if pacer is None or not groups:
-            return
-        rows = sum([len(group.rows) for group in groups])
-        if chunks:
-            spent = self._clock.costs["prefill"] + self._clock.costs["vision"]
-            pacer.observe_prefill_step(spent, rows)
-            return
-        drafted = [group for group in groups if group.drafted]
-        own = [tree.own for group in groups for tree in group.host or ()]
-        pacer.observe_step(
-            tokens=sum([len(group.rows) * group.tree.size for group in groups]),
-            forward=max(seconds - draft, 0.0),
-            rows=rows,
-            emitted=emitted - sum([group.own_emitted for group in groups]),
-            own=sum(own),
-            drafting=sum([len(group.rows) for group in drafted]),
-            length=max([group.levels for group in drafted], default=0),
-            draft=draft,
-        )
+    # -- draft ---------------------------------------------------------------------------------------------
 
-    def _propose_groups(
-        self, rows: list[Row], do_sample: bool, lengths: list[int], others: int
+    def _draft(
+        self, drafting: Drafting, rows: list[Row], do_sample: bool, lengths: list[int], others: int
     ) -> list[VerificationGroup]:
         """Draft for some rows, at most as planned or as their pacer decides, next to others; groups of equal size.
 
-        Rows with drafts of their own form one group, whose trees are joined to these.
+        Rows whose requests have drafts form one group, whose trees are joined with these.
         """
-        drafter, drafting, pacer = self._state.drafter, self._state.drafting, self._state.pacer
-        assert drafter is not None
-        assert drafting is not None
+        facts, pacer = drafting.facts, self._pacer
         rule, judge = self._state.judge(do_sample)
         processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
         slots = [row.slot for row in rows if row.slot is not None]
-        owns = {slot: row.own for slot, row in zip(slots, rows, strict=True) if row.own is not None}
+        pairs = zip(slots, rows, strict=True)
+        requests = {slot: row.request_drafts for slot, row in pairs if row.request_drafts is not None}
         guide = None
-        if owns and any(own.place is not None for own in owns.values()):
-            guide = GrammarGuide(owns, self._context.rows, early=drafter.early, splices=drafting.splices)
+        if any(drafts.place is not None for drafts in requests.values()):
+            guide = GrammarGuide(requests, self._context.rows, early=facts.is_early, splices=facts.splices)
         proposer: Proposer = TopProposer(guide)
         if draws:
             assert uniforms is not None
             proposer = DrawProposer(processing.warp, uniforms, guide)
-        longest, drafts = max(lengths), None
+        longest, paced = max(lengths), None
         # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
         if pacer is not None and not do_sample and self._target.device.type == "cpu":
-            drafts = pacer.begin([row.trials for row in rows], others, None if longest > 1 else 1)
-            longest, add, alone = pacer.max_length, drafts.add, self._target.ranks is None
-            proposer = PacedProposer(add if alone else lambda each: bool(self._agreed([add(each)])[0]), guide)
-        # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
+            paced = pacer.begin(drafting.trials(rows), others, None if longest > 1 else 1)
+            longest, add = pacer.max_length, paced.add
+            proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]), guide)
+        # Deeper nodes can never be emitted by any row; a row's depth is no less than when it is alone.
         remaining = max([row.remaining for row in rows])
-        limit = min(remaining, longest) if rule.lossless else drafter.max_depth
-        new = [row.pop_new_tokens(row.own.run if row.own is not None and drafter.early else ()) for row in rows]
+        limit = min(remaining, longest) if rule.lossless else facts.max_depth
+        new = []
+        for row in rows:
+            certain = row.request_drafts.run if row.request_drafts is not None and facts.is_early else ()
+            new.append(drafting[row].pop_new_tokens(certain))
         with self._clock.stage("draft"), self._target.threads.on("draft", len(rows)):
-            tree = drafting.propose(slots, new, proposer, limit)
-            tree = tree.to(self._target.device)
-            if self._target.ranks is not None:
-                tree = self._target.ranks.tree(tree)
+            tree = drafting.session.propose(slots, new, proposer, limit)
+            tree = self._target.ranks.tree(tree.to(self._target.device))
         levels, host = tree.size - 1, None
-        if owns:
-            kept = None if drafts is None else self._agreed([min(length, levels) for length in drafts.lengths])
+        if requests:
+            kept = None if paced is None else self._agreed([min(length, levels) for length in paced.lengths])
             roots = [row.ids[-1] for row in rows]
             splices = guide is not None and guide.splices
             with self._clock.stage("draft"):
-                tree, host = join([*owns.values()], tree, roots, kept, drafter, spliced=splices)
+                tree, host = join([*requests.values()], tree, roots, kept, facts, spliced=splices)
         group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, True, levels, host)
-        if owns:
+        if requests:
             return group.of_like_sizes()
-        if pacer is None or drafts is None or self._target.executor.fixed_shapes:
+        if pacer is None or paced is None or self._target.executor.fixed_shapes:
             return [group]
-        places: dict[int, list[int]] = {}
-        joined = pacer.joined([min(length, group.levels) for length in drafts.lengths], len(self._target.layer_devices))
+        by_length: dict[int, list[int]] = {}
+        joined = pacer.joined([min(length, levels) for length in paced.lengths], len(self._target.layer_devices))
         for place, length in enumerate(self._agreed(joined)):
-            places.setdefault(length, []).append(place)
-        return [group.part(own, length + 1) for length, own in sorted(places.items())]
+            by_length.setdefault(length, []).append(place)
+        return [group.part(places, length + 1) for length, places in sorted(by_length.items())]
 
-    def _root_group(self, rows: list[Row], do_sample: bool, has_own: bool = False) -> VerificationGroup:
-        """A group with plain decoding's trees, of the last tokens alone, or with the rows' own drafts behind them."""
+    def _root_group(self, rows: list[Row], do_sample: bool, has_request_drafts: bool = False) -> VerificationGroup:
+        """A group with plain decoding's trees, of the last tokens alone, or with the requests' drafts below them."""
         rule, judge = self._state.judge(do_sample)
         roots = tuple(row.ids[-1] for row in rows)
         slots = [row.slot for row in rows if row.slot is not None]
@@ -505,7 +419,9 @@ class StepRunner:
         numbers.send([roots, *self._context.numbers_of(slots)])
         processing = Processing([row.processing for row in rows])
         uniforms, _ = self._uniforms(rows, rule)
-        host = [row.own.grown(row.ids[-1]) for row in rows if has_own and row.own is not None]
+        host = []
+        if has_request_drafts:
+            host = [row.request_drafts.grown(row.ids[-1]) for row in rows if row.request_drafts is not None]
         if host:
             tree = tree_on(host, self._target.device)
         else:
@@ -514,18 +430,30 @@ class StepRunner:
 
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
         """This step's random numbers, and whether children are drawn with them."""
-        drafter = self._state.drafter
-        nodes, depth, children = 1, 0, 0
-        if drafter is not None:
-            nodes, depth, children = drafter.max_nodes, drafter.max_depth, drafter.max_children
-        draws = bool(drafter and drafter.draws and rule.samples)
-        if [row for row in rows if row.own is not None]:  # of all of them
+        facts = self._state.facts
+        depth, children, draws = facts.max_depth, facts.max_children, facts.draws and rule.samples
+        if [row for row in rows if row.request_drafts is not None]:  # of all of them
             depth, children = depth + MOST, max(children, WIDEST)
         judging = rule.uniforms(depth, children)
         if not all(judging):
             return None, False
-        drawing = nodes * max(children, 1) if draws else 0
+        drawing = facts.max_nodes * max(children, 1) if draws else 0
         return Uniforms([row.generator for row in rows], judging, drawing, self._target.device), draws
+
+    # -- run the target ------------------------------------------------------------------------------------
+
+    def _forward(self, chunks: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
+        """Run chunks of prompts and the groups' trees in one forward, and commit chunks that end without a tree."""
+        blocks = self._blocks(chunks, groups)
+        if not blocks:
+            return
+        tokens = sum([block.tokens.numel() for block, _ in blocks])
+        with self._target.threads.on("forward", tokens):
+            outputs = self._context.run([block for block, _ in blocks])
+            for (_, owner), output in zip(blocks, outputs, strict=True):
+                if isinstance(owner, PrefillChunk):
+                    self._record(owner, output)
+        self._assign_outputs(groups, blocks, outputs)
 
     def _blocks(
         self, chunks: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]
@@ -542,10 +470,21 @@ class StepRunner:
             block = chunk.block
             assert block is not None
             if chunk.has_tree:
-                group, index = next((g, i) for g in groups for i, row in enumerate(g.rows) if row is chunk.row)
+                group, index = _place_of(chunk.row, groups)
                 block = append_tree(self._context, block, len(chunk.prefill.prompt), group.tree, index)
             blocks.append((block, chunk))
         return blocks
+
+    def _record(self, chunk: PrefillChunk, output: ForwardOutput) -> None:
+        """Commit a chunk that has run; with a tree after it, the verdict comes first."""
+        assert chunk.block is not None
+        slot = chunk.prefill.row
+        chunk.prefill.record(output)
+        if chunk.has_tree:
+            _, judge = self._state.judge(chunk.row.do_sample)
+            judge.read(slot, chunk.row.request.prompt, chunk.prefill.result)
+        else:
+            self._context.cache.commit([slot], [range(chunk.block.count)])
 
     def _assign_outputs(
         self,
@@ -559,28 +498,26 @@ class StepRunner:
             if isinstance(owner, VerificationGroup):
                 joined[id(owner)].append((-1, output, 0))
             elif owner.has_tree:
-                group, index = next((g, i) for g in groups for i, row in enumerate(g.rows) if row is owner.row)
+                group, index = _place_of(owner.row, groups)
                 joined[id(group)].append((index, output, block.logits_from))
         for group in groups:
             _, parts, starts = zip(*sorted(joined[id(group)], key=itemgetter(0)), strict=True)
             group.output = concat_outputs(parts, starts)
 
-    def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
-        """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
+    def _first_token_groups(self, ended: Sequence[PrefillChunk]) -> list[VerificationGroup]:
+        """Groups for the first tokens of rows whose prompts ended without a tree after them."""
         groups = []
-        for do_sample, has_own in product((False, True), repeat=2):
+        for do_sample, has_request_drafts in product((False, True), repeat=2):
             rows, logits = [], []
-            for chunk in prefilled:
+            for chunk in ended:
                 row, result = chunk.row, chunk.prefill.result
-                if (row.do_sample, row.own is not None) != (do_sample, has_own) or row.done or row.slot is None:
+                if row.done or row.slot is None:
+                    continue
+                if (row.do_sample, row.request_drafts is not None) != (do_sample, has_request_drafts):
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
-                drafting = self._state.drafting
-                drafts = drafting is not None and self._prompts.drafts(row)
-                if drafting is not None and not drafts:
-                    drafting.keep(row.slot, row.request.drafter_prompt, result)
-                if drafts:
-                    self._prompts.prefill_drafter(row, result)
+                if self._prompts.drafts is not None:
+                    self._prompts.drafts.run_after(row, result)
                 if not row.done:
                     assert result.logits is not None
                     rows.append(row)
@@ -591,7 +528,41 @@ class StepRunner:
                 groups.append(group)
         return groups
 
-    # -- on the host ---------------------------------------------------------------------------------------
+    # -- the drafter learns the outcome --------------------------------------------------------------------
+
+    def _observe(self, groups: Sequence[VerificationGroup]) -> None:
+        drafting = self._state.drafting
+        if drafting is None or not groups:
+            return
+        with self._clock.stage("draft"):
+            for group in groups:
+                assert group.scores is not None
+                assert group.verdict is not None
+                assert group.output is not None
+                outcome = group.slots, group.tree, group.scores, group.verdict, group.output
+                drafting.session.observe(*outcome, group.drafted)
+
+    def _begin_next(self, groups: Sequence[VerificationGroup]) -> list[Span]:
+        """Let the drafter begin the next step's drafts while the host still waits for this one's verdicts.
+
+        Returns the time that it takes the device, which is part of the next step's.
+        """
+        drafting = self._state.drafting
+        if drafting is None or not drafting.session.can_begin or self._target.ranks.is_split:
+            return []
+        drafted = [group for group in groups if group.drafted]
+        if len(drafted) != 1:
+            return []
+        (group,) = drafted
+        if group.host is not None or max([row.remaining for row in group.rows]) <= group.tree.max_depth + 1:
+            return []
+        assert group.verdict is not None
+        clock = Clock(self._target.device)
+        with clock.stage("draft"):
+            drafting.session.begin_next(group.slots, group.tree, group.verdict)
+        return clock.spans
+
+    # -- emit ----------------------------------------------------------------------------------------------
 
     def _emit(
         self, group: VerificationGroup, verdicts: Sequence[RowVerdict], with_tree: dict[int, PrefillChunk]
@@ -604,8 +575,8 @@ class StepRunner:
             try:
                 if index in group.failed:
                     raise group.failed[index]
-                own = None if group.host is None else group.host[index]
-                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits, own))
+                tree = None if group.host is None else group.host[index]
+                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits, tree))
             except Exception as error:
                 self._state.fail(row, error)
                 paths.append([])
@@ -613,20 +584,24 @@ class StepRunner:
             slots, entries, ids = zip(*commits, strict=True)
             self._context.commit(slots, entries, ids)
         if self._trace and (group.drafted or group.host is not None):
-            signals: dict[int, Mapping[str, tuple[float, ...]]] = {}
-            if group.drafted and self._state.drafting is not None:
-                signals = dict(zip(group.slots, self._state.drafting.signals(group.slots), strict=True))
-            by_row = [{} if row.slot is None else signals.get(row.slot, {}) for row in group.rows]
-            for row, tree in zip(group.rows, traces(group.tree, paths, by_row), strict=True):
-                row.steps[-1] = replace(row.steps[-1], tree=tree)
+            self._add_traces(group, paths)
         for row in group.rows:
             if row.done and row.slot is not None:
-                if self._state.pacer is not None:
-                    self._state.pacer.observe_end(len(row.output))
+                if self._pacer is not None:
+                    self._pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
         for path, joint in zip(paths, group.host or (), strict=group.host is not None):
-            group.own_emitted += max(0, len(path) - 1 - joint.accepted(path))
+            group.request_emitted += max(0, len(path) - 1 - joint.accepted(path))
         return sum([len(row.output) for row in group.rows]) - before
+
+    def _add_traces(self, group: VerificationGroup, paths: Sequence[Sequence[int]]) -> None:
+        """Add every row's verified tree to its last step."""
+        signals: dict[int, Mapping[str, tuple[float, ...]]] = {}
+        if group.drafted and self._state.drafting is not None:
+            signals = dict(zip(group.slots, self._state.drafting.session.signals(group.slots), strict=True))
+        by_row = [{} if row.slot is None else signals.get(row.slot, {}) for row in group.rows]
+        for row, tree in zip(group.rows, traces(group.tree, paths, by_row), strict=True):
+            row.steps[-1] = replace(row.steps[-1], tree=tree)
 
     def _emit_row(
         self,
@@ -634,11 +609,11 @@ class StepRunner:
         verdict: RowVerdict,
         chunk: PrefillChunk | None,
         commits: list[Commit],
-        tree: OwnTree | None = None,
+        tree: HostTree | None = None,
     ) -> list[int]:
         """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first.
 
-        ``tree``: where the row's own drafts are in it.
+        ``tree``: where drafts of the request are in it.
         """
         assert row.slot is not None
         path, count, drafted = verdict.path, len(verdict.path) - 1, verdict.drafted
@@ -655,8 +630,8 @@ class StepRunner:
         accepted = min(count, drafted)
         if tree is not None:
             drafted, accepted = tree.drafted, tree.accepted(path)
-        if self._state.pacer is not None and drafted:
-            self._state.pacer.observe_acceptance(row.trials, drafted, accepted)
+        if self._pacer is not None and self._state.drafting is not None and drafted:
+            self._pacer.observe_acceptance(self._state.drafting[row].trials, drafted, accepted)
         marks = [DRAFTED[code] for code in verdict.marks[1:]] if verdict.marks else [DRAFTED[STRICT]] * count
         emitted = row.emit([*verdict.tokens[1:], verdict.token], [*marks, "target"])
         if verdict.barred and len(emitted) > count:
@@ -699,3 +674,33 @@ class StepRunner:
             for row in group.rows:
                 if id(row) not in counted:
                     row.add_seconds({"verify": forward, "draft": drafting})
+
+    def _observe_costs(
+        self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int, seconds: float
+    ) -> None:
+        """Let the pacer observe the time of a step with these chunks of prompts."""
+        pacer, draft = self._pacer, self._clock.costs["draft"]
+        if pacer is None or not groups:
+            return
+        rows = sum([len(group.rows) for group in groups])
+        if chunks:
+            spent = self._clock.costs["prefill"] + self._clock.costs["vision"]
+            pacer.observe_prefill_step(spent, rows)
+            return
+        drafted = [group for group in groups if group.drafted]
+        requested = [tree.requested for group in groups for tree in group.host or ()]
+        pacer.observe_step(
+            tokens=sum([len(group.rows) * group.tree.size for group in groups]),
+            forward=max(seconds - draft, 0.0),
+            rows=rows,
+            emitted=emitted - sum([group.request_emitted for group in groups]),
+            own=sum(requested),
+            drafting=sum([len(group.rows) for group in drafted]),
+            length=max([group.levels for group in drafted], default=0),
+            draft=draft,
+        )
+
+
+def _place_of(row: Row, groups: Sequence[VerificationGroup]) -> tuple[VerificationGroup, int]:
+    """The group of a row, and its index there."""
+    return next((group, index) for group in groups for index, other in enumerate(group.rows) if other is row)

@@ -191,7 +191,7 @@ class Speculation:
     def _draft_prompts(
         self, engine: Engine, prompts: Sequence[Prompt], assistant_inputs: Mapping[str, Any] | None
     ) -> Sequence[Prompt | None]:
-        drafts = None if engine.drafter is None else engine.drafter.model
+        drafts = None if engine.drafter is None else engine.drafter.facts.model
         if drafts is None:
             if assistant_inputs is not None:
                 raise InputError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from saccade.draft.drafter import Drafter, OwnDrafter
+from saccade.draft.drafter import Drafter, NullDrafter
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter
@@ -92,7 +92,7 @@ def _relative_cost(parts: Models) -> float:
 def _drafter(parts: Models, values: Values) -> Drafter:
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "grammar":
-        return OwnDrafter()
+        return NullDrafter()
     if drafts == "lookup":
         return _lookup(values["gamma"], values, parts, parts.target)
     if drafts == "suffix":
@@ -117,11 +117,11 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     elif drafts == "self":
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     elif drafts == "mtp":
-        from saccade.draft.heads.mtp import MtpDrafter, load_mtp
+        from saccade.draft.heads.mtp import load_mtp
 
         if "mtp" not in parts.own:
             parts.own["mtp"] = load_mtp(parts.target)
-        drafter = MtpDrafter(parts.own["mtp"], parts.target, policy)
+        drafter = HeadDrafter(parts.own["mtp"], parts.target, policy)
     else:
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)
@@ -131,7 +131,7 @@ def _drafter(parts: Models, values: Values) -> Drafter:
 
     if values.get("alpha_of") == "accepted":
         raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
-    copies = _lookup(values["lookup_tokens"], values, parts, drafter.model or parts.target)
+    copies = _lookup(values["lookup_tokens"], values, parts, drafter.facts.model or parts.target)
     return MergedDrafter(drafter, copies, values["merged_total"])
 
 

@@ -41,6 +41,7 @@ from saccade.target_model.traits import (
     entry_shapes,
     layer_types,
 )
+from saccade.tree import DraftTree
 
 _STOCK_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Forward arguments that every model takes."""
@@ -87,6 +88,23 @@ class EndingAt:
         return kind is _Reached
 
 
+class OneProcess:
+    """The only rank of a whole target, with the interface of `Ranks`: there is nothing to send."""
+
+    is_split = False
+    shares = 1
+    rank = 0
+
+    def numbers(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def tensors(self, numbers: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+        return list(numbers), list(parts)
+
+    def tree(self, tree: DraftTree) -> DraftTree:
+        return tree
+
+
 class Target:
     """A loaded model with the forwards of speculative decoding."""
 
@@ -117,7 +135,7 @@ class Target:
         if weights == INT8:
             round_weights(self.decoder, self.output_embeddings)
         self.layers: nn.ModuleList = self.decoder.layers
-        self.ranks = Ranks.of(self.model)  # processes over which the weights are split; None for a whole model
+        self.ranks = Ranks.of(self.model) or OneProcess()  # processes over which the weights are split
         self.shards: Shards | None = getattr(self.decoder, HOLDER, None)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = compute_device(self._embeddings)
@@ -198,7 +216,7 @@ class Target:
         return int(pictures * tokens * self._bytes_of(shapes))
 
     def _bytes_of(self, shapes: Sequence[tuple[int, int, int] | None]) -> int:
-        shares = 1 if self.ranks is None else self.ranks.shares  # of the heads; every process has all of a single one
+        shares = self.ranks.shares  # of the heads; every process has all of a single one
         elements = (max(heads // shares, 1) * (keys + values) for heads, keys, values in filter(None, shapes))
         return int(sum(elements) * self.dtype.itemsize)
 

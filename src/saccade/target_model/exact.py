@@ -290,7 +290,7 @@ def caveat(target: Any, lossless: bool) -> str:
 
 def exact_decoder(target: Any, build: Callable[..., Any]) -> Any:
     """Build the decoder of a `Target` in exact mode, by `saccade.target_model.lean.lean_decoder`."""
-    if target.ranks is not None:
+    if target.ranks.is_split:
         raise ModelError(
             "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
         )

@@ -135,7 +135,12 @@ _HEADER = 64  # integers of a message's first part: its numbers, and the shapes 
 
 
 class Ranks:
-    """The processes that a target's weights are split over."""
+    """The processes that a target's weights are split over, all of which follow rank 0's decisions.
+
+    A whole target has an `OneProcess` in their place.
+    """
+
+    is_split = True
 
     def __init__(self, mesh: Any, device: torch.device, gathered: bool = False) -> None:
         self._group, self._device = mesh.get_group(), device

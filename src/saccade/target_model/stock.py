@@ -394,7 +394,7 @@ class StockExecutor(Executor):
     def pack(self) -> None:
         """Run linear modules on packed copies of their weights where that is faster."""
         target = self._target
-        if target.ranks is None and getattr(target.decoder, HOLDER, None) is None:
+        if not target.ranks.is_split and getattr(target.decoder, HOLDER, None) is None:
             self._packed = PackedModules(dict.fromkeys([*target.decoder.modules(), target.output_embeddings]))
 
     def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:

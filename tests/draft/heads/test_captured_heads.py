@@ -136,7 +136,7 @@ def test_a_draft_that_was_begun_serves_its_row_no_more_once_that_has_other_conte
         batch.add(Request(prompt), decoding)
     while session is None or session._next is None:
         batch.step()
-        session = batch._state.drafting
+        session = batch.drafting
     assert isinstance(session, HeadDraftSession)
     both, cache = rests(session._caches, [0, 1], session._limit), session.cache
     assert session._next.places(both) == []

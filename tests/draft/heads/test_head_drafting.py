@@ -265,8 +265,8 @@ def prompt_features_one_late(patch: Patch) -> None:
 
 
 def answer_features_one_late(patch: Patch) -> None:
-    def late(right: Any, self: Any, rows: Any, tree: Any, scores: Any, verdict: Any, output: Any) -> None:
-        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), output)
+    def late(right: Any, self: Any, rows: Any, tree: Any, scores: Any, verdict: Any, *more: Any) -> None:
+        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), *more)
 
     changed(patch, HeadDraftSession, "observe", late)
 
@@ -368,9 +368,10 @@ def all_guesses_at_the_root_s_position(patch: Patch) -> None:
 
 
 def state_of_the_root(patch: Patch) -> None:
-    def before(right: Any, self: Any, rows: Any, tree: Any, scores: Any, verdict: Any, output: ForwardOutput) -> None:
+    def before(right: Any, self: Any, *args: Any) -> None:
+        *others, output, drafted = args
         hidden = {layer: states.roll(1, 1) for layer, states in output.hidden.items()}
-        right(self, rows, tree, scores, verdict, ForwardOutput(output.logits, hidden))
+        right(self, *others, ForwardOutput(output.logits, hidden), drafted)
 
     changed(patch, AheadDraftSession, "observe", before)
 
@@ -479,7 +480,7 @@ def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
     own = drafting(session)
     held = [cache.nbytes / cache.slots for cache in own._caches if cache.slots]
     features = own._features[0]
-    assert own._drafter.entry_bytes == sum(held) + features.nbytes / len(features)
+    assert own._drafter.facts.entry_bytes == sum(held) + features.nbytes / len(features)
 
 
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: Patch) -> None:

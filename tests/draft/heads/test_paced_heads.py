@@ -74,7 +74,8 @@ def test_steps_without_drafts_change_no_draft(kind: str, rows: int) -> None:
 
 def test_a_missed_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted mistake of the test above."""
-    monkeypatch.setattr(HeadDraftSession, "follow", lambda *_: None)
+    right = HeadDraftSession.observe
+    monkeypatch.setattr(HeadDraftSession, "observe", lambda *args: right(*args) if args[-1] else None)
     assert worst(random_head("llava", "eagle2"), 1, Planned((1, 0, 0))) > 0.05
 
 

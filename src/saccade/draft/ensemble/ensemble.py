@@ -11,11 +11,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.drafter import Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.ensemble.views import View
 from saccade.draft.ensemble.weights import TINY, VerifiedBlock, Weighting, blocks_of, make_weighting, verified_positions
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
-from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, Traced, TreePolicy
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
@@ -37,8 +37,6 @@ class EnsembleDrafter(Drafter):
     A row whose views have equal prompts (text alone) has one active view.
     """
 
-    model: Target
-
     def __init__(
         self,
         model: Target,
@@ -50,13 +48,13 @@ class EnsembleDrafter(Drafter):
     ) -> None:
         if not views:
             raise ValueError("An ensemble needs at least one view.")
-        super().__init__(policy)
-        self.model = model  # the adapter of the draft model
-        self.views, self.num_views = tuple(views), len(views)  # forms of the prompt
+        is_early = all(view.early for view in views)
+        self.facts = DrafterFacts.of_model(policy, model, len(views), is_early=is_early, splices=True)
+        self.model, self.policy = model, policy  # the adapter of the draft model, and the form of its trees
+        self.views = tuple(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))
         self.vocab_size = vocab_size  # as for `ModelDrafter`
         self.keep_history = keep_history  # retain the views' history from one turn of a conversation to the next
-        self.early = all(view.early for view in views)
 
     def open(self, rows: int, target: Context) -> EnsembleSession:
         return EnsembleSession(self, rows, target)
@@ -64,8 +62,6 @@ class EnsembleDrafter(Drafter):
 
 class EnsembleSession(DraftSession):
     """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r."""
-
-    splices = True
 
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
@@ -96,7 +92,7 @@ class EnsembleSession(DraftSession):
         """``[A, m]`` of the rows that drafted last."""
         return self._mixture.weights
 
-    def reserve(self, row: int, capacity: int) -> None:
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self._capacity[row] = capacity  # `load` reserves what the row's views need
 
     def forget(self, row: int) -> None:
@@ -108,7 +104,7 @@ class EnsembleSession(DraftSession):
         self._prompts[row], self._has_one_view[row] = None, False
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         earlier, self._prompts[row] = self._prompts[row], prompt
         continues = earlier is not None and is_later_turn(earlier, prompt)
         if not continues:
@@ -123,7 +119,7 @@ class EnsembleSession(DraftSession):
         views = self._drafter.views
         before = sum(view.seconds for view in views)
         prompts = [view.read(prompt) for view in views]
-        self.captioning_seconds = sum(view.seconds for view in views) - before
+        captioning = sum(view.seconds for view in views) - before
         is_text = not any(p.media for p in prompts)
         self._has_one_view[row] = len(prompts) > 1 and is_text and len({p.ids for p in prompts}) == 1
         for view in self._views_of(row):
@@ -131,6 +127,7 @@ class EnsembleSession(DraftSession):
             own = prompts[view]
             capacity = self._capacity[row] + len(own) - len(prompt)
             views[view].load(self._session, self._slot(view, row), own, capacity, prefill)
+        return Loaded(captioning=captioning)
 
     def _slot(self, view: int, row: int) -> int:
         return view * self._count + row
@@ -177,11 +174,13 @@ class EnsembleSession(DraftSession):
         first[:, 0] = 1
         return torch.where(on_device(has_one_view, weights.device)[:, None], first, weights)
 
-    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        self._passed.update(rows)
-
     @torch.inference_mode()
-    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
+    def observe(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
+    ) -> None:
+        if not drafted:
+            self._passed.update(rows)
+            return
         self._mixture.observe(rows, verdict.on_proposed(tree))
         if rows[0] in self._roots:
             blocks = blocks_of(rows, self._roots.pop(rows[0]), tree, scores, verdict)
@@ -243,7 +242,7 @@ class Mixture:
         self._shaping.restart(row)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
+        return self._shaping.signals(rows)
 
 
 class MixedGrowth:

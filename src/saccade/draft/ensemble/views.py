@@ -48,7 +48,7 @@ class View:
         self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
     ) -> None:
         """Prefill a row of the draft session with the prompt that `read` returned, for ``capacity`` tokens in all."""
-        session.reserve(row, capacity)
+        session.begin(row, capacity)
         session.load(row, prompt, prefill)
 
 
@@ -109,7 +109,7 @@ class Pruned(View):
             session.context.empty(row)
         reading = () if prefill is None else (prefill.prompt, prefill.columns, self._target)
         dropped = self._pruning.dropped(session.context.target.config, prompt, *reading)
-        session.reserve(row, capacity - len(dropped))
+        session.begin(row, capacity - len(dropped))
         session.load_pruned(row, prompt, dropped)
 
 

@@ -212,7 +212,7 @@ class DFlashDraftSession(HeadDraftSession):
             masks[NEAR] = near[ALL]
         self.cache.plan_layout([(rows, tokens.shape[1], masks)])
         states = self._block(None, self._words(tokens), at)
-        self._slots = states[:, self._block.first :][:, : self._drafter.max_depth]
+        self._slots = states[:, self._block.first :][:, : self._drafter.policy.max_depth]
         self._logits = self._drafter.logits(self._slots)
         return self._slots[:, :1]
 

@@ -126,8 +126,8 @@ class DreamDraftSession(HeadDraftSession):
     def _new_caches(self, rows: int) -> list[RowCache]:
         return [*super()._new_caches(rows), RowCache([self._device] * self._head.memories, rows)]
 
-    def reserve(self, row: int, capacity: int) -> None:
-        super().reserve(row, capacity)
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
+        super().begin(row, capacity)
         self.memory.reserve(row, capacity + self._slack)
 
     def forget(self, row: int) -> None:

@@ -107,8 +107,8 @@ class KangarooDraftSession(HeadDraftSession):
         (self._layer,) = drafter.head.layers
         self._depths: list[int] = []  # of the target's pending entries
 
-    def reserve(self, row: int, capacity: int) -> None:
-        super().reserve(row, capacity)
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
+        super().begin(row, capacity)
         self._context.cache.reserve(row, capacity + self._slack)  # a policy may run more nodes than it has verified
 
     @torch.inference_mode()

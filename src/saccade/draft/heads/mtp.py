@@ -8,14 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.drafter import DraftSession
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.loading import mtp_config, mtp_pattern
 from saccade.target_model.adapter import Target
 from saccade.target_model.attention import ALL, Layout
-from saccade.target_model.context import Context
 from saccade.target_model.stock import replaced
 from saccade.target_model.traits import entry_shapes
 
@@ -92,13 +89,6 @@ class Mtp(Head):
                 )
             outputs.append(self._final(out))
         return torch.cat(outputs)
-
-
-class MtpDrafter(HeadDrafter):
-    """Drafter of a target's own prediction layer."""
-
-    def open(self, rows: int, target: Context) -> DraftSession:
-        return HeadDraftSession(self, rows, target)
 
 
 _NAMES = {

@@ -6,14 +6,14 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
-from saccade.draft.drafter import Begun, Drafter, DraftSession
+from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.block import FusedHead
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
@@ -54,7 +54,10 @@ class HeadDrafter(Drafter):
                 f"This {head.kind} head drafts {head.reach} tokens ahead, but the tree has up to {policy.max_depth} "
                 f"levels; choose a tree of at most {head.reach}."
             )
-        super().__init__(policy)
+        numbers = head.cached_numbers + head.config.hidden_size
+        held = numbers * next(head.parameters()).element_size()
+        self.facts = DrafterFacts.of(policy, is_early=False, entry_bytes=held)
+        self.policy = policy  # form of its trees
         self.head = head.eval()
         self.fused = FusedHead(head)  # what the head's forwards run on while it drafts
         self.target = target  # whose embedding it shares, and whose LM head unless it has its own
@@ -63,17 +66,13 @@ class HeadDrafter(Drafter):
         scaling = LogitMap() if head.has_lm_head else logit_map(target)
         self._map = None if scaling == LogitMap() else scaling
         kind = HEAD_KINDS.get(head.kind)
+        self._session: Any = HeadDraftSession if kind is None else part_of(head.kind, "session")
         is_plain = all(type(p) in fusing.WEIGHTS and p.device == target.device for p in head.parameters())
         self.is_captured = kind is not None and kind.captured and is_plain and reserve(target, policy)
         self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
-    @property
-    def entry_bytes(self) -> int:
-        numbers = self.head.cached_numbers + self.head.config.hidden_size
-        return numbers * next(self.head.parameters()).element_size()
-
     def open(self, rows: int, target: Context) -> DraftSession:
-        session: DraftSession = part_of(self.head.kind, "session")(self, rows, target)
+        session: DraftSession = self._session(self, rows, target)
         return session
 
     def judge(self, verdict: Verdict) -> None:
@@ -154,10 +153,10 @@ class HeadDraftSession(DraftSession):
     def _new_caches(self, rows: int) -> list[RowCache]:
         return [self._head.new_cache(rows)]
 
-    def reserve(self, row: int, capacity: int) -> None:
+    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self._room[row] = capacity
-        features = self._features[row]
-        short = capacity + self._drafter.max_nodes + self._drafter.max_depth - features.shape[0]
+        features, policy = self._features[row], self._drafter.policy
+        short = capacity + policy.max_nodes + policy.max_depth - features.shape[0]
         if short > 0:
             self._features[row] = pad(features, (0, 0, 0, short))
 
@@ -174,17 +173,12 @@ class HeadDraftSession(DraftSession):
             self._next.abandon(row)
 
     @torch.inference_mode()
-    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+    def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._abandon(row)
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
         self._prompts[row] = len(prompt)
-
-    @torch.inference_mode()
-    def follow(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
-        self._next = None
-        self._take_states(rows, output, verdict)
 
     def _take_states(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
         along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
@@ -194,7 +188,7 @@ class HeadDraftSession(DraftSession):
             self._features[row][first : first + along.shape[1]] = along[place]
 
     @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
         self._abandon(row)
         self._drafter.fused.refresh()
@@ -217,6 +211,7 @@ class HeadDraftSession(DraftSession):
         (source,) = self._head.entries(pad(self._visual(prompt), (0, 1)))[1][-1:].tolist() or [count - 1]
         if source < count:
             self._features[row][count - 1] = self._features[row][source]
+        return WHOLE
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
@@ -331,9 +326,12 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
+        self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
     ) -> None:
         self._take_states(rows, output, verdict)
+        if not drafted:
+            self._next = None
+            return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
 
@@ -402,7 +400,7 @@ class HeadDraftSession(DraftSession):
 
     def _read_late(self, row: int, tokens: Sequence[int]) -> Sequence[int]:
         """Read what a row emitted while it was not drafted for, but for the last token; return what is left."""
-        if len(tokens) <= self._drafter.max_depth + 1:
+        if len(tokens) <= self._drafter.policy.max_depth + 1:
             return tokens
         for at in range(0, len(tokens) - 1, CHUNK):
             self._read_emitted(row, tokens[at : min(at + CHUNK, len(tokens) - 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,17 +51,12 @@ class PolicySession(Protocol):
     def restart(self, row: int) -> None:
         """Discard the row's history: its new prompt does not continue the earlier one."""
 
+    def signals(self, rows: Rows) -> list[Signals]:
+        """Numbers that shaped the last drafts of these rows, in their order; for traces."""
+
 
 Signals = dict[str, tuple[float, ...]]
 """Numbers that shaped a row's last draft, by name; for traces."""
-
-
-@runtime_checkable
-class Traced(Protocol):
-    """A session of a policy or a drafter that can say what shaped its drafts."""
-
-    def signals(self, rows: Rows) -> list[Signals]:
-        """Numbers behind the last drafts of these rows, in their order."""
 
 
 class TreePolicy(Protocol):
@@ -102,7 +97,7 @@ class Spliced(NamedTuple):
 
 
 class Guide(Protocol):
-    """What of a drafter's trees is allowed; `saccade.draft.own` has it for grammars."""
+    """What of a drafter's trees is allowed; `saccade.draft.request_drafts` has it for grammars."""
 
     splices: bool  # whether tokens that are forced behind one of its own run with it, and are left out of its trees
 
@@ -158,6 +153,9 @@ class StatelessPolicy:
 
     def restart(self, row: int) -> None:
         """There is no history to discard."""
+
+    def signals(self, rows: Rows) -> list[Signals]:
+        return [{} for _ in rows]
 
 
 def extend_mask(mask: Tensor, above: Tensor) -> Tensor:

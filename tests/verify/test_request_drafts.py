@@ -14,7 +14,7 @@ import pytest
 import torch
 from sampling_kit import LIKELY, NEW, PROMPT, SMALL, exact, histogram, p_value, small_hybrid, small_model
 from test_grammar import END, SCHEMA, Brackets, schema, tokenizer
-from test_own_trees import DEAD, FORM, LONG
+from test_request_trees import DEAD, FORM, LONG
 from torch import Tensor
 
 import harness
@@ -23,7 +23,7 @@ from families import FAMILIES, perturbed
 from heads_kit import random_head
 from numerals import Numerals
 from saccade.draft.assistant import AssistantDrafter
-from saccade.draft.drafter import Drafter, OwnDrafter
+from saccade.draft.drafter import Drafter, NullDrafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import Fixed
@@ -93,7 +93,7 @@ def ensemble(policy: str, *weighting: Any) -> Callable[[str], Drafter]:
 
 
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
-    "grammar": lambda name: OwnDrafter(),
+    "grammar": lambda name: NullDrafter(),
     "lookup": lambda name: PromptLookup(),
     "suffix": lambda name: SuffixDrafter(SuffixOptions()),
     "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), TREES["dynamic"]), PromptLookup(6)),
@@ -230,7 +230,7 @@ def plainly(name: str, number: int) -> Row:
 
 
 @pytest.mark.parametrize("method", ["grammar", "chain"])
-def test_the_trees_of_own_drafts_are_traced(method: str) -> None:
+def test_the_trees_of_request_drafts_are_traced(method: str) -> None:
     for asked in (requests()[0], requests()[5]):
         batch = engine(method).open(1)
         batch.trace = True
@@ -421,7 +421,7 @@ def small_engine(kind: str) -> tuple[Any, Engine]:
     model = small_hybrid(1) if kind.startswith("hybrid") else small_model(1)
     target = Target(model)
     if kind == "grammar":
-        return model, Engine(target, OwnDrafter())
+        return model, Engine(target, NullDrafter())
     if kind == "lookup":
         return model, Engine(target, PromptLookup(4))
     if kind == "narrow":

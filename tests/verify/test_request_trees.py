@@ -1,4 +1,4 @@
-"""Drafts of a row's own, on the host: masks and forced runs of grammars, joined trees, and what models run of them."""
+"""Drafts of a request, on the host: masks and forced runs of grammars, joined trees, and what models run of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from test_grammar import END, SCHEMA, Brackets, compiled_by_xgrammar, schema, to
 
 import harness
 from families import FAMILIES, VOCAB
+from saccade.draft.drafter import DrafterFacts
 from saccade.draft.model import ModelDrafter
-from saccade.draft.own import MOST, WIDEST, OwnDrafts, OwnTree, alike, join
 from saccade.draft.prediction import Prediction
+from saccade.draft.request_drafts import MOST, WIDEST, HostTree, RequestDrafts, alike, join
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
@@ -146,15 +147,17 @@ def test_a_dead_end_is_not_drafted_and_leaves_the_walk_as_it_was() -> None:
 # --------------------------------------------------------------------------- trees on the host
 
 
-def owns(grammar: Rollback | None, emitted: list[int], remaining: int, ends: set[int], **more: Any) -> OwnDrafts:
+def drafts_of(
+    grammar: Rollback | None, emitted: list[int], remaining: int, ends: set[int], **more: Any
+) -> RequestDrafts:
     prompt = [5, 6, 7]
-    own = OwnDrafts(RowProcessing([] if grammar is None else [grammar], ends), more.get("prediction"), len(prompt))
+    own = RequestDrafts(RowProcessing([] if grammar is None else [grammar], ends), more.get("prediction"), len(prompt))
     own.begin(prompt, remaining + len(emitted))
     own.begin([*prompt, *emitted], remaining)
     return own
 
 
-def paths_of(tree: OwnTree) -> list[list[int]]:
+def paths_of(tree: HostTree) -> list[list[int]]:
     paths: list[list[int]] = [[]]
     for token, parent in tree.nodes[1:]:
         paths.append([*paths[parent], token])
@@ -163,7 +166,7 @@ def paths_of(tree: OwnTree) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_node_of_an_own_tree_is_allowed_and_none_is_too_deep(name: str, seed: int) -> None:
+def test_every_node_of_a_request_s_tree_is_allowed_and_none_is_too_deep(name: str, seed: int) -> None:
     own, rng = GRAMMARS[name](), random.Random(seed)
     emitted, more = list[int](), {}
     for step in range(8):
@@ -171,7 +174,7 @@ def test_every_node_of_an_own_tree_is_allowed_and_none_is_too_deep(name: str, se
         if seed == 2:
             expected = [rng.choice(mask_of(own, emitted)) for _ in range(6)]
             more = {"prediction": Prediction([*emitted, *expected], VOCAB, (END,))}
-        drafts = owns(own, emitted, remaining, {END}, **more)
+        drafts = drafts_of(own, emitted, remaining, {END}, **more)
         assert len(drafts.run) <= min(remaining, MOST)
         tree = drafts.grown(9)
         for path in paths_of(tree):
@@ -190,18 +193,11 @@ def test_every_node_of_an_own_tree_is_allowed_and_none_is_too_deep(name: str, se
 
 def test_a_grammar_s_end_that_does_not_end_the_row_is_drafted_but_nothing_behind_it() -> None:
     """The row goes on there, and plain decoding fails in the step after it, if there is one."""
-    drafts = owns(Ends(), [20, 21, 20], 1, set())
+    drafts = drafts_of(Ends(), [20, 21, 20], 1, set())
     assert drafts.run == [30]
     assert paths_of(drafts.grown(20)) == [[], [30]] or paths_of(drafts.grown(20)) == [[]]
     with pytest.raises(InputError, match="Nothing may follow"):
-        owns(Ends(), [20, 21, 20, 30], 1, set())
-
-
-class Levels:
-    """Bounds of a drafter."""
-
-    def __init__(self, nodes: int, depth: int, early: bool = True) -> None:
-        self.max_nodes, self.max_depth, self.early = nodes, depth, early
+        drafts_of(Ends(), [20, 21, 20, 30], 1, set())
 
 
 def proposed(rng: random.Random, size: int, allowed: list[int], q: bool) -> DraftTree:
@@ -224,9 +220,9 @@ def test_a_joined_tree_keeps_within_its_bounds_and_says_which_nodes_are_the_draf
     words = sorted({END, *range(20, 32), *tokenizer().convert_tokens_to_ids(list('{"kindbarline":,}'))})
     for size in (1, 2, 9, 60):
         for remaining in (1, 4, 200):
-            drafts, tree = owns(own, [], remaining, {END}), proposed(rng, size, words, drawn)
+            drafts, tree = drafts_of(own, [], remaining, {END}), proposed(rng, size, words, drawn)
             depth = int(tree.depth.max())
-            whole, (host,) = join([drafts], tree, [9], None, Levels(size, depth), spliced=spliced)  # type: ignore[arg-type]
+            whole, (host,) = join([drafts], tree, [9], None, DrafterFacts(size, depth), spliced=spliced)
             assert whole.size <= size + MOST + 1
             assert whole.max_depth == int(whole.depth.max()) <= min(depth + MOST, remaining)
             children = Counter(parent for _, parent in host.nodes[1:])
@@ -250,14 +246,14 @@ def test_what_is_forced_behind_a_drafter_s_nodes_is_no_deeper_than_the_random_nu
     forced = own.start([]).run
     tokens = torch.tensor([[9, *forced[MOST : MOST + 3]]])
     tree = DraftTree.chains(tokens, torch.ones(1, 4, dtype=torch.bool))
-    bounds: Any = Levels(60, 6)
-    whole, (host,) = join([owns(own, [], 200, {END})], tree, [9], None, bounds, spliced=True)
+    bounds = DrafterFacts(60, 6)
+    whole, (host,) = join([drafts_of(own, [], 200, {END})], tree, [9], None, bounds, spliced=True)
     assert whole.max_depth == MOST + 6
     assert max(paths_of(host), key=len) == list(forced[: MOST + 6])
 
 
 def test_nothing_is_drafted_behind_an_end() -> None:
-    tree = OwnTree(9, None, {END}, 10, 10)
+    tree = HostTree(9, None, {END}, 10, 10)
     assert tree.add(tree.add(0, END), 20) is None
     assert tree.add(tree.add(0, 20), 20) == 3
 

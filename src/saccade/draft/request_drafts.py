@@ -1,7 +1,7 @@
-"""Drafts that a row has of its own, on the host: what its grammar forces or nearly so, and the text it expects.
+"""Drafts from a request: the tokens that its grammar forces or nearly forces, and the answer that it predicts.
 
-The engine joins them to the trees of any drafter. A token that a grammar leaves no choice about is certain, so that it
-costs no draft: a draft model runs it together with the token before it, and its tree has it in between.
+They are made on the host, and the engine joins them to the tree of any drafter. A forced token is certain and costs no
+draft: a draft model runs it together with the token before it, and the joined tree has it below that token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.best_first import NODE
-from saccade.draft.drafter import Drafter
+from saccade.draft.drafter import DrafterFacts
 from saccade.draft.lookup import tree_of
 from saccade.draft.prediction import Prediction
 from saccade.draft.trees.policy import Frontier, Spliced
@@ -26,18 +26,18 @@ from saccade.tree import DraftTree, Rows
 from saccade.verify.rule import RowProcessing
 
 MOST = 64
-"""Most nodes of a tree that are a row's own, and most forced tokens that a draft model runs in a step."""
+"""Most nodes of a tree that come from the request, and most forced tokens that a draft model runs in a step."""
 WIDEST = 16
 """Most children of a node."""
 SPARE = 6
-"""Nodes by which trees of one group may differ: on a CPU about as many take the time of a group of its own."""
+"""Nodes by which trees of one group may differ: on a CPU, a further group costs about as much as these."""
 DRAFTED, LATELY = 6.0, 0.9
 """Tokens that a drafter is expected to bring before it is known, and how much less a step counts after the next."""
 LISTED, BRANCHES = 1500, 8
 """Most tokens at a place that are looked at one by one, and most that are drafted."""
 SURE, GUESSED, SPLIT = 0.95, 0.9, 0.5
-"""Share of a single longest token, of the tokenizer's own way of writing what has to follow, and of that beside others:
-of the tokens of seven schemas with two vocabularies 92 % were written so."""
+"""Share of a single longest token, of the tokenizer's usual spelling of what has to follow, and of that next to others;
+92 % of the tokens of seven schemas with two vocabularies were spelled so."""
 
 
 def options(place: Place) -> list[tuple[int, float]]:
@@ -70,14 +70,14 @@ def _longest(place: Place) -> list[int]:
     ]
 
 
-class OwnTree:
-    """A row's draft tree while it grows on the host."""
+class HostTree:
+    """A row's draft tree while it grows on the host, from the request's drafts and the drafter's nodes."""
 
     def __init__(self, root: int, place: Place | None, ends: Container[int], most: int, deepest: int) -> None:
         self._ends, self._most, self._deepest = ends, most, deepest
         self._widths = [0]  # children of every node
         self.nodes: list[tuple[int, int]] = [(root, 0)]  # token and parent, as `tree_of` takes them
-        self.sources = [-1]  # node of the drafter's own tree; -1 for others
+        self.sources = [-1]  # node of the drafter's tree; -1 for others
         self.predicted: set[int] = set()  # nodes copied from the expected text alone
         self._depths, self._places = [0], [place]
         self._known: dict[tuple[int, int], int] = {}
@@ -109,7 +109,7 @@ class OwnTree:
         return node
 
     def add_run(self, node: int) -> int:
-        """Add the tokens that are forced behind a node, as far as there is room; return the last one."""
+        """Add the tokens that are forced after a node, as far as there is room; return the last one."""
         while (place := self._places[node]) is not None and place.run:
             for token in place.run:
                 below = self.add(node, token)
@@ -144,12 +144,12 @@ class OwnTree:
 
     @property
     def drafted(self) -> int:
-        """Nodes of the drafter's own tree that are in it."""
+        """Nodes of the drafter's tree that are in it."""
         return sum(source > 0 for source in self.sources)
 
     @property
-    def own(self) -> int:
-        """Further nodes below the root."""
+    def requested(self) -> int:
+        """Nodes below the root that come from the request alone."""
         return len(self.nodes) - 1 - self.drafted
 
     def accepted(self, path: Sequence[int]) -> int:
@@ -184,8 +184,8 @@ class OwnTree:
                 push(end, -negative)
 
 
-class OwnDrafts:
-    """What one row drafts by itself."""
+class RequestDrafts:
+    """One request's drafts, of its grammar and its predicted answer."""
 
     def __init__(self, processing: RowProcessing, prediction: Prediction | None, prompt: int) -> None:
         self._processing, self._prediction = processing, prediction
@@ -195,8 +195,8 @@ class OwnDrafts:
         self._has_copied = False  # whether they are in this step's tree
         self._others, self._steps = DRAFTED, 1.0  # tokens that steps without them have brought, and these steps
         self.place: Place | None = None  # of the root; None without a grammar
-        self.run: list[int] = []  # tokens that are forced behind the root, as many as can be emitted
-        self.end: Place | None = None  # place behind them; None where nothing follows
+        self.run: list[int] = []  # tokens that are forced after the root, as many as can be emitted
+        self.end: Place | None = None  # place after them; None where nothing follows
 
     @property
     def stops(self) -> Container[int]:
@@ -228,15 +228,15 @@ class OwnDrafts:
             self._read, self._has_copied = len(ids), False
             self._copies = self._prediction.draft(remaining)
 
-    def tree(self, root: int, nodes: int, levels: int) -> tuple[OwnTree, int]:
+    def tree(self, root: int, nodes: int, levels: int) -> tuple[HostTree, int]:
         """Return this step's tree, which a drafter may add nodes to, with what is forced, and the last of that."""
-        tree = OwnTree(root, self.place, self._processing.ends, nodes + MOST, min(levels + MOST, self._remaining))
+        tree = HostTree(root, self.place, self._processing.ends, nodes + MOST, min(levels + MOST, self._remaining))
         base = 0
         for token in self.run:
             base = tree.add(base, token) or base
         return tree, base
 
-    def grown(self, root: int) -> OwnTree:
+    def grown(self, root: int) -> HostTree:
         """Return this step's tree without a drafter."""
         tree, base = self.tree(root, 0, 0)
         starts, copied = [(base, 1.0)], [0]
@@ -255,30 +255,30 @@ class OwnDrafts:
 
 
 def join(
-    owns: Sequence[OwnDrafts],
+    requests: Sequence[RequestDrafts],
     proposed: DraftTree,
     roots: Sequence[int],
     lengths: Sequence[int] | None,
-    drafter: Drafter,
+    facts: DrafterFacts,
     *,
     spliced: bool,
-) -> tuple[DraftTree, list[OwnTree]]:
-    """Join a drafter's trees of some rows to the rows' own; returns the trees on their device, and on the host.
+) -> tuple[DraftTree, list[HostTree]]:
+    """Join a drafter's trees with the requests' drafts; return the trees on their device and on the host.
 
     Args:
         lengths: of the chains that the rows keep; None for all that was drafted.
-        drafter: whose roots are the last tokens that are forced, not the rows' last tokens, where it is ``early``.
-        spliced: as of `OwnTree.add_drafted`.
+        facts: of the drafter, whose roots are the last forced tokens, not the rows' last tokens, where it is early.
+        spliced: as of `HostTree.add_drafted`.
     """
     batch, device = proposed.tokens.shape[0], proposed.tokens.device
     columns = [column.expand(batch, -1) for column in (proposed.tokens, proposed.parents, proposed.valid)]
     tokens, parents, valid = torch.stack(columns).tolist()
     trees, behind = [], []
-    for row, (own, root) in enumerate(zip(owns, roots, strict=True)):
+    for row, (drafts, root) in enumerate(zip(requests, roots, strict=True)):
         count = sum(valid[row]) if lengths is None else lengths[row] + 1
-        tree, base = own.tree(root, drafter.max_nodes, drafter.max_depth)
+        tree, base = drafts.tree(root, facts.max_nodes, facts.max_depth)
         nodes = tree.add_drafted(
-            base if drafter.early else 0,
+            base if facts.is_early else 0,
             tokens[row][:count],
             parents[row][:count],
             spliced=spliced,
@@ -292,12 +292,12 @@ def join(
     return whole, trees
 
 
-def tree_on(trees: Sequence[OwnTree], device: torch.device) -> DraftTree:
+def tree_on(trees: Sequence[HostTree], device: torch.device) -> DraftTree:
     """The trees of some rows on a device."""
-    tree = tree_of([tree.nodes for tree in trees], device)
-    sources = [[*own.sources, *[-1] * (tree.size - len(own.sources))] for own in trees]
-    tree.sources = on_device(sources, device)
-    return tree
+    joined = tree_of([tree.nodes for tree in trees], device)
+    sources = [[*tree.sources, *[-1] * (joined.size - len(tree.sources))] for tree in trees]
+    joined.sources = on_device(sources, device)
+    return joined
 
 
 def alike(sizes: Sequence[int]) -> list[list[int]]:
@@ -310,22 +310,22 @@ def alike(sizes: Sequence[int]) -> list[list[int]]:
     return [sorted(places) for places in groups]
 
 
-def _drawn_from(trees: Sequence[OwnTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
+def _drawn_from(trees: Sequence[HostTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
     """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens.
 
     The drafter may not know these.
     """
-    size = max(len(own.nodes) for own in trees)
+    size = max(len(tree.nodes) for tree in trees)
     tokens = max(
-        (token for own in trees for node, (token, _) in enumerate(own.nodes) if own.is_forced(node)), default=0
+        (token for tree in trees for node, (token, _) in enumerate(tree.nodes) if tree.is_forced(node)), default=0
     )
     joint = q.new_zeros(len(trees), size, max(tokens + 1, q.shape[2]))
-    for row, (own, nodes) in enumerate(zip(trees, behind, strict=True)):
+    for row, (tree, nodes) in enumerate(zip(trees, behind, strict=True)):
         for source, node in enumerate(nodes):
             if node is not None and source < q.shape[1]:
                 joint[row, node, : q.shape[2]] = q[row, source]
-        for node, (token, parent) in enumerate(own.nodes):
-            if own.is_forced(node):
+        for node, (token, parent) in enumerate(tree.nodes):
+            if tree.is_forced(node):
                 joint[row, parent] = 0
                 joint[row, parent, token] = 1
     return joint
@@ -337,19 +337,19 @@ Seen = np.ndarray[Any, np.dtype[np.bool_]]
 class GrammarGuide:
     """The grammars of some rows while a drafter grows their trees.
 
-    Its logits are masked, and the tokens that are forced behind one of its own run together with it.
+    The drafter's logits are masked, and the tokens that are forced after a node run together with it.
     """
 
-    def __init__(self, owns: Mapping[int, OwnDrafts], rows: int, *, early: bool, splices: bool) -> None:
+    def __init__(self, requests: Mapping[int, RequestDrafts], rows: int, *, early: bool, splices: bool) -> None:
         self._rows, self.splices = rows, splices
-        self._ends = {row: own.stops for row, own in owns.items()}
-        self._starts = {row: own.end if early else own.place for row, own in owns.items()}
+        self._ends = {row: drafts.stops for row, drafts in requests.items()}
+        self._starts = {row: drafts.end if early else drafts.place for row, drafts in requests.items()}
         self._slots: Rows = []
 
     def begin(self, slots: Rows) -> None:
         """Begin the trees of some slots of the drafter, each of which belongs to the row of its number."""
         self._slots = [slot % self._rows for slot in slots]
-        # Places behind the frontier's nodes, and behind every node run.
+        # Places after the frontier's nodes, and behind every node run.
         self._at: list[list[Place | None]] = [[self._starts.get(row)] for row in self._slots]
         self._ran: list[list[Place | None]] = [[] for _ in self._slots]
         self._paths: list[list[list[int]]] = [[] for _ in self._slots]  # columns of its path's tokens
@@ -375,7 +375,7 @@ class GrammarGuide:
         """Take in the next nodes of the trees."""
         tokens = self._tokens = frontier.tokens.tolist()
         seen = None if frontier.attention_mask is None else frontier.attention_mask.tolist()
-        valid = [[True] * len(own) for own in tokens] if frontier.valid is None else frontier.valid.tolist()
+        valid = [[True] * len(row) for row in tokens] if frontier.valid is None else frontier.valid.tolist()
         self._parents = []
         for number, row in enumerate(self._slots):
             known, places, above = self._ran[number], [], []
@@ -393,7 +393,7 @@ class GrammarGuide:
                 self._ran[number] += places
 
     def spliced(self, device: torch.device, apart: bool) -> list[Spliced]:
-        """Return what a draft model runs for these nodes: their tokens, and what is forced behind each.
+        """Return what a draft model runs for these nodes: their tokens, and what is forced after each.
 
         ``apart``: every tree by itself, as a model with recurrent states needs the same trees together at every level.
         """
@@ -425,7 +425,7 @@ class GrammarGuide:
         return Spliced(numbers, on_device(ids, device), mask, on_device(depths, device), on_device(last, device))
 
     def _run_of(self, number: int, place: int) -> list[int]:
-        """The tokens forced behind a node, behind which it then is."""
+        """The tokens forced after a node, behind which it then is."""
         at, run = self._at[number][place], list[int]()
         while at is not None and at.run:
             token = at.run[0]
