@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -100,7 +100,7 @@ class PromptRunner:
         self._sizes = sizes
         self.drafts: DraftPrefill | None = None  # of the drafter's prompts; None for plain decoding
         if state.drafting is not None:
-            self.drafts = DraftPrefill(state.drafting, clock, sizes.drafts, lambda: self._budgets[2])
+            self.drafts = DraftPrefill(state, state.drafting, clock, sizes.drafts)
         self._rows, self._tokens, self._media_tokens = len(state.decoding), 0, 0
         state.context.media.timed = partial(clock.stage, "vision")
 
@@ -214,9 +214,15 @@ class PromptRunner:
             self._state.fail(row, error)
             return True
         if draft and self.drafts is not None:
-            self.drafts.run_part(row)
+            self.drafts.run_part(row, self._budgets[2])
             return True
         return False
+
+    def join_late(self, rows: Sequence[Row]) -> None:
+        """Prefill the drafter's prompt of rows that decode without it, where it is to join them."""
+        for row in rows:
+            if self.drafts is not None and self.drafts.join_late(row):
+                self.drafts.run_part(row, self._budgets[2])
 
     def observe(self, seconds: float) -> None:
         """Record the time of the whole step."""
@@ -238,9 +244,8 @@ class DraftPrefill:
     in parts; any other one after it, with the target's result. A drafter that a pacer left out may join later.
     """
 
-    def __init__(self, drafting: Drafting, clock: Clock, sizes: ChunkSizes, budget: Callable[[], int]) -> None:
-        self._drafting, self._clock, self._sizes = drafting, clock, sizes
-        self._budget = budget  # tokens of draft prompts that the step has time for
+    def __init__(self, state: BatchState, drafting: Drafting, clock: Clock, sizes: ChunkSizes) -> None:
+        self._state, self._drafting, self._clock, self._sizes = state, drafting, clock, sizes
 
     def starts_with_tree(self, row: Row) -> bool:
         """Whether a tree of the drafter, or of the request's drafts, is verified in the pass that ends the prompt."""
@@ -256,17 +261,21 @@ class DraftPrefill:
             return 0
         return len(row.request.drafter_prompt)
 
-    def run_part(self, row: Row) -> None:
-        """Prefill a part of a row's prompt, or what is left of it, before the target's prefill has ended."""
-        budget = self._budget()
+    def run_part(self, row: Row, budget: int) -> None:
+        """Prefill about ``budget`` tokens of a row's prompt, or what is left of it, ahead of the target's prefill."""
         if budget:
             self._load(row, None, budget)
 
-    def join_late(self, rows: Sequence[Row]) -> None:
-        """Let the drafter join rows that began without it, now that drafting is known to pay."""
-        for row in rows:
-            if not self._drafting[row].drafts:
-                self._join_late(row)
+    def join_late(self, row: Row) -> bool:
+        """Let the drafter join a row that began without it once drafting is known to pay; whether to run a part."""
+        drafted, pacer = self._drafting[row], self._drafting.pacer
+        if drafted.stage is DraftStage.LEFT_OUT:
+            if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
+                return False
+            drafted.stage = DraftStage.UNDECIDED
+            if self._joins(row):
+                drafted.stage = DraftStage.JOINING_LATE
+        return drafted.stage is DraftStage.JOINING_LATE
 
     def run_early(self, rows: Sequence[Row]) -> None:
         """Prefill rows whose target's prefill ends in this step, in one pass where the drafter can."""
@@ -299,24 +308,13 @@ class DraftPrefill:
             return False
         prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
         same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
-        return same_end and prompt.ids[-1] not in self._drafting.target.family.visual_ids.values()
-
-    def _join_late(self, row: Row) -> None:
-        drafted, pacer = self._drafting[row], self._drafting.pacer
-        if drafted.stage is DraftStage.LEFT_OUT:
-            if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
-                return
-            drafted.stage = DraftStage.UNDECIDED
-            if not self._joins(row):
-                return
-        drafted.stage = DraftStage.JOINING_LATE
-        self.run_part(row)
+        return same_end and prompt.ids[-1] not in self._state.target.family.visual_ids.values()
 
     def _load_together(self, rows: Sequence[Row]) -> bool:
         drafting, started, prompts = self._drafting, self._clock.timer(), [_without_end(row) for row in rows]
         tokens, slots = sum(map(len, prompts)), [row.slot for row in rows if row.slot is not None]
         try:
-            with self._clock.stage("draft_prefill"), drafting.target.threads.on("draft_prefill", tokens):
+            with self._clock.stage("draft_prefill"), self._state.target.threads.on("draft_prefill", tokens):
                 if not drafting.session.load_together(slots, prompts):
                     return False
         except Exception:  # of one row, which fails when it is loaded alone
@@ -332,7 +330,7 @@ class DraftPrefill:
         assert row.slot is not None
         started = self._clock.timer()
         try:
-            with self._clock.stage("draft_prefill"), drafting.target.threads.on("draft_prefill", tokens):
+            with self._clock.stage("draft_prefill"), self._state.target.threads.on("draft_prefill", tokens):
                 loaded = drafting.session.load(row.slot, prompt, result, budget)
         except ContextError as problem:
             if row.output:  # it was to join late; the answer goes on without it
@@ -343,10 +341,10 @@ class DraftPrefill:
                 f"The draft model's prompt has {length} tokens but that model's context is {problem.context}; give a "
                 "draft model of a longer context, choose a method without one, or shorten the prompt."
             )
-            drafting.fail(row, error)
+            self._state.fail(row, error)
             return
         except Exception as error:
-            drafting.fail(row, error)
+            self._state.fail(row, error)
             return
         seconds = self._clock.timer() - started
         if loaded.part:

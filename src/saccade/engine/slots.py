@@ -128,16 +128,8 @@ class DraftedRow:
 class Drafting:
     """A drafter's session and its state of every row of the batch."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        pacer: Pacer | None,
-        rows: int,
-        context: Context,
-        fail: Callable[[Row, BaseException], None],
-    ) -> None:
-        self.facts, self.pacer, self.fail = drafter.facts, pacer, fail
-        self.target = context.target
+    def __init__(self, drafter: Drafter, pacer: Pacer | None, rows: int, context: Context) -> None:
+        self.facts, self.pacer = drafter.facts, pacer
         self.session = drafter.open(rows, context)
         self.rows: dict[int, DraftedRow] = {}  # by slot
 
@@ -309,7 +301,7 @@ class BatchState:
         self.context = Context(target, max_rows, MediaCache(media_cache), most)  # the target's caches
         self.drafting: Drafting | None = None  # the drafter; None for plain decoding
         if drafter is not None:
-            self.drafting = Drafting(drafter, pacer, max_rows, self.context, self.fail)
+            self.drafting = Drafting(drafter, pacer, max_rows, self.context)
         self.models = [target]  # target and draft model, each once
         if facts.model is not None and facts.model is not target:
             self.models.append(facts.model)

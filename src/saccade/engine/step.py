@@ -298,7 +298,7 @@ class StepRunner:
         rows, beginning = self._state.decoding, [chunk.row for chunk in chunks if chunk.has_tree]
         if self._prompts.drafts is not None:
             self._prompts.drafts.run_early(beginning)
-            self._prompts.drafts.join_late(rows)
+            self._prompts.join_late(rows)
         rows += beginning
         for row in rows:
             if row.request_drafts is not None and not row.done:
