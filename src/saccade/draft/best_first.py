@@ -8,8 +8,7 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 State = TypeVar("State")
-Node = tuple[int, int, float]
-"""Token, index of the parent, 0 the root, and probability that the whole path is accepted."""
+Node = tuple[int, int, float]  # token, index of the parent, 0 the root, and probability that the whole path is accepted
 
 PASS, NODE = 0.25, 0.03
 """Time of a pass with draft tokens over one without, and of each of them: what a draft has to save."""

@@ -153,9 +153,9 @@ class DraftGraphs(Graphs):
         numbers: HostNumbers,
         others: Sequence[tuple[int, ...]],
         fix: Callable[[CapturedDraft], Drafted],
+        begun: Begun,
         features: Sequence[Tensor] = (),
         moves: int = 0,
-        begun: Begun | None = None,
     ) -> DraftTree | CapturedDraft | None:
         """Return the trees of a captured draft, one that was captured just now and is to be compared, or None.
 
@@ -163,12 +163,12 @@ class DraftGraphs(Graphs):
             first: every row's position of the first new token.
             others: integers that are sent to the device with its own.
             fix: drafts with all numbers in the memory of a captured draft.
+            begun: trees of this or other rows that were begun after the same tokens; used if they suit.
             features: every row's states for the new tokens, and as many as there is memory for.
-            moves: as of `Graphs`, beside those of the executor and the caches.
-            begun: trees of this or other rows that were begun behind the same tokens; used if they suit.
+            moves: as of `Graphs`, next to those of the executor and the caches.
         """
-        served = None if begun is None else begun.places(rests(caches, rows, limit))
-        if begun is not None and served is not None:
+        served = begun.places(rests(caches, rows, limit))
+        if served is not None:
             made: DraftTree = begun.made
             return made.chosen(numbers.get(served)) if served else made
         shape, width = self._shape(caches, rows, max(first), limit), self.width

@@ -33,16 +33,12 @@ class DrafterFacts:
     num_views: int = 1  # prompts of every row that the draft model holds
 
     @classmethod
-    def of(cls, policy: TreePolicy, **others: Any) -> Self:
-        """The facts of a drafter whose trees have a policy's bounds."""
+    def of(cls, policy: TreePolicy, model: Target | None = None, num_views: int = 1, **others: Any) -> Self:
+        """The facts of a drafter whose trees have a policy's bounds, with the caches of a draft model if any."""
         bounds = policy.max_nodes, policy.max_depth, policy.max_children, policy.can_sample
-        return cls(*bounds, **others)
-
-    @classmethod
-    def of_model(cls, policy: TreePolicy, model: Target, num_views: int = 1, **others: Any) -> Self:
-        """The same of a draft model with its caches."""
-        held = {"entry_bytes": num_views * model.entry_bytes, "row_bytes": num_views * model.row_bytes}
-        return cls.of(policy, model=model, num_views=num_views, **held, **others)
+        if model is not None:
+            others |= {"entry_bytes": num_views * model.entry_bytes, "row_bytes": num_views * model.row_bytes}
+        return cls(*bounds, model=model, num_views=num_views, **others)
 
     def __add__(self, other: DrafterFacts) -> DrafterFacts:
         return DrafterFacts(
@@ -78,20 +74,12 @@ WHOLE = Loaded()
 
 
 class DraftSession:
-    """A drafter's state for rows that come and go; rows are numbered as in the target's context.
-
-    Every hook but `propose` may do nothing, for a drafter that needs no such event.
-    """
+    """A drafter's state for rows that come and go; rows are numbered as in the target's context."""
 
     can_begin: bool = False  # whether `begin_next` may be called after the last proposal
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
-        """Make room for a row of ``capacity`` tokens that enters a slot.
-
-        Args:
-            key: drafts may copy from answers to other requests of the same key; None for a row that must not depend on
-                other requests, as it samples.
-        """
+        """Make room for a row of ``capacity`` tokens; drafts may copy from answers to other requests of its key."""
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
@@ -155,7 +143,8 @@ class Begun:
     It serves the rows whose content and whose place in the caches are still those that it was made from.
     """
 
-    def __init__(self, basis: Mapping[int, Any], made: Any) -> None:
+    def __init__(self, basis: Mapping[int, Any] | None = None, made: Any = None) -> None:
+        basis = basis or {}  # none where nothing was begun
         self.made = made  # for all of these rows
         self._basis = {row: (place, on) for place, (row, on) in enumerate(basis.items())}
         self._count = len(basis)

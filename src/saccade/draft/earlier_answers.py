@@ -14,8 +14,7 @@ from saccade.draft.lookup import END, IndexedText
 from saccade.errors import MethodError
 from saccade.files import PRIVATE, write_file
 
-TOKEN_BYTES = 512
-"""Memory of a token with its n-grams, about."""
+TOKEN_BYTES = 512  # memory of a token with its n-grams, about
 
 
 class AnswerStore:

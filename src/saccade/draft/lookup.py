@@ -18,10 +18,8 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.tree import DraftTree, Emitted, Rows
 
 CPU = torch.device("cpu")
-END = -1
-"""Stands behind a finished text; no n-gram reaches across it."""
-Draft = Sequence[tuple[int, int]]
-"""Nodes of a row's tree, root first: token, and index of the parent."""
+END = -1  # stands behind a finished text; no n-gram reaches across it
+Draft = Sequence[tuple[int, int]]  # nodes of a row's tree, root first: token, and index of the parent
 
 
 class IndexedText:

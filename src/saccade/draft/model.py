@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from saccade.target_model.token_blocks import ForwardOutput, Requirements, Token
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
-_AHEAD, _MOST_AHEAD = 4, 16
-"""Draft tokens that a model makes in one pass where the chain may end before, and at most."""
+_AHEAD, _MOST_AHEAD = 4, 16  # draft tokens that a model makes in one pass where the chain may end before, and at most
 
 
 class ModelDrafter(Drafter):
@@ -44,7 +43,7 @@ class ModelDrafter(Drafter):
     splices: ClassVar[bool] = True  # as of `DrafterFacts`
 
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
-        self.facts = DrafterFacts.of_model(policy, model, splices=self.splices)
+        self.facts = DrafterFacts.of(policy, model, splices=self.splices)
         self.model, self.policy = model, policy  # the adapter of the draft model, and the form of its trees
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.key = f"{policy} {self.vocab_size}"  # of its captured drafts
@@ -74,7 +73,7 @@ class ModelDraftSession(DraftSession):
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._steps = 0  # of the last chains
         self._limit: int | None = None  # of the last draft, if a graph made it
-        self._next: Begun | None = None
+        self._next = Begun()
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
@@ -114,8 +113,7 @@ class ModelDraftSession(DraftSession):
         return True
 
     def _begin(self, row: int, prompt: Prompt) -> None:
-        if self._next is not None:
-            self._next.abandon(row)
+        self._next.abandon(row)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
@@ -129,8 +127,7 @@ class ModelDraftSession(DraftSession):
         return earlier is not None and is_later_turn(earlier, prompt)
 
     def forget(self, row: int) -> None:
-        if self._next is not None:
-            self._next.abandon(row)
+        self._next.abandon(row)
         self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
@@ -138,7 +135,7 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        begun, self._next, self._limit, self.can_begin = self._next, None, None, False
+        begun, self._next, self._limit, self.can_begin = self._next, Begun(), None, False
         tree = self._drafted_ahead(rows, new, proposer, limit, begun)
         if tree is not None:
             return tree
@@ -153,7 +150,7 @@ class ModelDraftSession(DraftSession):
         return self.draft(rows, new, logits, proposer, limit)
 
     def _by_graph(
-        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun | None = None
+        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
         drafter, context = self._drafter, self.context
@@ -231,7 +228,7 @@ class ModelDraftSession(DraftSession):
         return agrees
 
     def _drafted_ahead(
-        self, rows: Rows, new: Emitted, proposer: Proposer, limit: int, begun: Begun | None
+        self, rows: Rows, new: Emitted, proposer: Proposer, limit: int, begun: Begun
     ) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
         policy, vocab = self._drafter.policy, self._drafter.vocab_size
@@ -264,10 +261,10 @@ class ModelDraftSession(DraftSession):
         self.context.commit(rows, [range(len(each)) for each in tokens], tokens)
         return tree
 
-    def _chains_begun(self, begun: Begun | None, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
-        """The logits of chains that were begun behind these tokens, if they were."""
-        places = None if begun is None else begun.places(rests([self.context.cache], rows, steps))
-        if begun is None or places is None:
+    def _chains_begun(self, begun: Begun, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
+        """The logits of chains that were begun after these tokens, if they were."""
+        places = begun.places(rests([self.context.cache], rows, steps))
+        if places is None:
             return None
         self.context.add_pending(rows, [len(new) + steps - 1 for new in tokens])
         logits: Tensor = begun.made
@@ -279,11 +276,12 @@ class ModelDraftSession(DraftSession):
         tokens, counts = verdict.emitted(tree.tokens)
         unread = Unread(tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device), counts.to(device))
         if self._limit is not None:
-            made = self._by_graph(rows, unread, TopProposer(), self._limit)
-            self._next = Begun(rests(caches, rows, self._limit), made) if isinstance(made, DraftTree) else None
+            made: Any = self._by_graph(rows, unread, TopProposer(), self._limit, Begun())
+            size = self._limit
         else:
-            logits = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
-            self._next = None if logits is None else Begun(rests(caches, rows, self._steps), logits)
+            made = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
+            size = self._steps
+        self._next = Begun() if made is None else Begun(rests(caches, rows, size), made)
 
     def run(
         self,
@@ -377,7 +375,7 @@ class ModelDraftSession(DraftSession):
         if drafted:
             self._shaping.observe(rows, verdict.on_proposed(tree))
         else:
-            self._next = None
+            self._next = Begun()
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows)

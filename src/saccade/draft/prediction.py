@@ -10,8 +10,7 @@ from typing import NamedTuple
 from saccade.draft.best_first import Node, best_first
 from saccade.draft.lookup import END, IndexedText
 
-MOST_NODES, LEAST = 32, 0.05
-"""Most tokens of a draft, and the smallest probability of one that is drafted."""
+MOST_NODES, LEAST = 32, 0.05  # most tokens of a draft, and the smallest probability of one that is drafted
 FEWEST_NODES, STARTING = 8, 8.0
 """Most tokens of a draft where none has been right lately, and how many seem to have been at the start."""
 START, START_LENGTH = 0.5, 2
@@ -20,20 +19,16 @@ RATES, TRIALS = (0.6, 0.75, 0.9, 0.96), 20.0
 """Probability of a place's token, by the bits of the match's length, and how many trials it counts for."""
 SKIPS = (0.07, 0.5, 0.25, 0.12, 0.02, 0.02, 0.01, 0.01)
 """Probability that a first wrong token stands for none, one, two... of the prediction's."""
-MORE_SKIPS = (0.6, 0.25, 0.1, 0.05)
-"""The same of a wrong token behind a wrong one."""
+MORE_SKIPS = (0.6, 0.25, 0.1, 0.05)  # the same of a wrong token behind a wrong one
 MISSING, SHORTER, MISSED = 0.05, 0.4, 6
 """Probability that a mismatch leaves out a token of the prediction, of every further one, and most of them."""
 LOST, JUMP = 0.1, 1e-4
 """Probability that a mismatch leaves the prediction, and that a token returns to it, at any place."""
 NGRAM, RETURNS, LONGEST = 3, 4, 32
 """Longest n-gram of the places to return to, how many places are tried, and the most tokens of a match."""
-KEPT, FAINT = 10, 1e-4
-"""Most places that are followed, and the smallest probability of one."""
-MOST = 2**15
-"""Tokens of a prediction that are read."""
-OTHER = 100.0
-"""How many tokens that are not in the prediction count as seen."""
+KEPT, FAINT = 10, 1e-4  # most places that are followed, and the smallest probability of one
+MOST = 2**15  # tokens of a prediction that are read
+OTHER = 100.0  # how many tokens that are not in the prediction count as seen
 
 
 class _Place(NamedTuple):

@@ -25,16 +25,12 @@ from saccade.target_model.cache import on_device, to_device
 from saccade.tree import DraftTree, Rows
 from saccade.verify.rule import RowProcessing
 
-MOST = 64
-"""Most nodes of a tree that come from the request, and most forced tokens that a draft model runs in a step."""
-WIDEST = 16
-"""Most children of a node."""
-SPARE = 6
-"""Nodes by which trees of one group may differ: on a CPU, a further group costs about as much as these."""
+MOST = 64  # most nodes of a tree that come from the request, and most forced tokens that a draft model runs in a step
+WIDEST = 16  # most children of a node
+SPARE = 6  # nodes by which trees of one group may differ: on a CPU, a further group costs about as much as these
 DRAFTED, LATELY = 6.0, 0.9
 """Tokens that a drafter is expected to bring before it is known, and how much less a step counts after the next."""
-LISTED, BRANCHES = 1500, 8
-"""Most tokens at a place that are looked at one by one, and most that are drafted."""
+LISTED, BRANCHES = 1500, 8  # most tokens at a place that are looked at one by one, and most that are drafted
 SURE, GUESSED, SPLIT = 0.95, 0.9, 0.5
 """Share of a single longest token, of the tokenizer's usual spelling of what has to follow, and of that next to others;
 92 % of the tokens of seven schemas with two vocabularies were spelled so."""

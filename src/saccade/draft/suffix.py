@@ -17,16 +17,12 @@ from saccade.inputs.families.family import Prompt
 from saccade.options import SuffixOptions
 from saccade.target_model.context import Context, PrefillResult
 
-MATCHES, LONGEST = 12, 32
-"""Most places of a text that are followed, and most tokens of a match that count."""
-CONTEXT = 16
-"""Last tokens of a prompt that are kept in front of its answer."""
+MATCHES, LONGEST = 12, 32  # most places of a text that are followed, and most tokens of a match that count
+CONTEXT = 16  # last tokens of a prompt that are kept in front of its answer
 RATES = (0.0, 0.35, 0.7, 0.85, 0.92, 0.96, 0.98)
 """Acceptance rate of a token that all matches agree on, by the bits of the longest one's length, before any trial."""
-TRIALS, MEMORY = 20.0, 0.99
-"""How many trials these rates count for, and how much less a trial counts after the next."""
-KEYS = 1000
-"""Keys whose rates are kept: those of the last requests."""
+TRIALS, MEMORY = 20.0, 0.99  # how many trials these rates count for, and how much less a trial counts after the next
+KEYS = 1000  # keys whose rates are kept: those of the last requests
 
 
 class _Match(NamedTuple):

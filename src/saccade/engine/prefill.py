@@ -255,11 +255,9 @@ class DraftPrefill:
 
     def tokens_due(self, row: Row) -> int:
         """Tokens of the draft prompt that are prefilled in the step that ends the target's."""
-        drafting = self._drafting
-        is_loaded = drafting[row].stage is DraftStage.JOINED
-        if is_loaded or not (self._can_draft_early(row) and self._joins(row)):
-            return 0
-        return len(row.request.drafter_prompt)
+        is_prefilled = self._drafting[row].stage is DraftStage.JOINED
+        is_due = not is_prefilled and self._can_draft_early(row) and self._joins(row)
+        return len(row.request.drafter_prompt) if is_due else 0
 
     def run_part(self, row: Row, budget: int) -> None:
         """Prefill about ``budget`` tokens of a row's prompt, or what is left of it, ahead of the target's prefill."""

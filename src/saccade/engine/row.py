@@ -27,8 +27,7 @@ from saccade.target_model.adapter import Target
 from saccade.verify.rule import RowProcessing
 from saccade.wording import first_line, meant
 
-DEFAULT_NEW_TOKENS = 256
-"""Limit when neither the caller nor the checkpoint sets one."""
+DEFAULT_NEW_TOKENS = 256  # limit when neither the caller nor the checkpoint sets one
 
 UNSUPPORTED = {
     "num_beams": 1,

@@ -143,9 +143,7 @@ class VerificationGroup:
 
     def part(self, places: Sequence[int], size: int) -> VerificationGroup:
         """Some of the rows, which are not sampled, with the first ``size`` nodes of their chains."""
-        rows = [self.rows[place] for place in places]
-        processing = Processing([row.processing for row in rows])
-        return replace(self, rows=rows, tree=self.tree.cut(places, size), processing=processing, failed={})
+        return self._of(places, self.tree.cut(places, size), None)
 
     def of_like_sizes(self) -> list[VerificationGroup]:
         """Groups of rows whose trees are about as large, since all trees of a group are padded to the largest.
@@ -156,10 +154,14 @@ class VerificationGroup:
             return [self]
         groups = []
         for places in alike([len(tree.nodes) for tree in self.host]):
-            rows, host = [self.rows[place] for place in places], [self.host[place] for place in places]
-            processing, tree = Processing([row.processing for row in rows]), tree_on(host, self.tree.tokens.device)
-            groups.append(replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={}))
+            host = [self.host[place] for place in places]
+            groups.append(self._of(places, tree_on(host, self.tree.tokens.device), host))
         return groups
+
+    def _of(self, places: Sequence[int], tree: DraftTree, host: Sequence[HostTree] | None) -> VerificationGroup:
+        rows = [self.rows[place] for place in places]
+        processing = Processing([row.processing for row in rows])
+        return replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={})
 
     def decide(self, ranks: Ranks | OneProcess) -> Tensor | list[RowVerdict]:
         """Process the logits and judge the trees; return rank 0's verdicts, packed unless they are on the host."""

@@ -134,7 +134,7 @@ def test_a_draft_that_was_begun_serves_its_row_no_more_once_that_has_other_conte
         (prompt,) = prompts(FAMILIES["llava"], FAMILIES["llava"].row_inputs("image", number))
         (decoding,) = plan(under_test.target, [prompt], max_new_tokens=40)
         batch.add(Request(prompt), decoding)
-    while session is None or session._next is None:
+    while session is None or session._next.made is None:
         batch.step()
         session = batch.drafting
     assert isinstance(session, HeadDraftSession)

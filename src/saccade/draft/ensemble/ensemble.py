@@ -49,7 +49,7 @@ class EnsembleDrafter(Drafter):
         if not views:
             raise ValueError("An ensemble needs at least one view.")
         is_early = all(view.early for view in views)
-        self.facts = DrafterFacts.of_model(policy, model, len(views), is_early=is_early, splices=True)
+        self.facts = DrafterFacts.of(policy, model, len(views), is_early=is_early, splices=True)
         self.model, self.policy = model, policy  # the adapter of the draft model, and the form of its trees
         self.views = tuple(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))

@@ -137,10 +137,8 @@ class PromptMedium:
         return " ".join(medium.digest for medium in self.media)
 
 
-Captioner = Callable[[PromptMedium], str]
-"""Short caption of an image or a video."""
-CAPTION_TOKENS = 32
-"""Most tokens of a caption that a model generates."""
+Captioner = Callable[[PromptMedium], str]  # short caption of an image or a video
+CAPTION_TOKENS = 32  # most tokens of a caption that a model generates
 QUESTION = "Describe the {kind} in one sentence."
 
 

@@ -23,10 +23,8 @@ from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
 Distance = Literal["kl", "tv", "match"]
-ERROR_FLOOR = 1e-4
-"""Least accumulated error of a view, in nats."""
-_MOST_VALUES = 1 << 24
-"""Most values of candidate mixtures in memory at a time."""
+ERROR_FLOOR = 1e-4  # least accumulated error of a view, in nats
+_MOST_VALUES = 1 << 24  # most values of candidate mixtures in memory at a time
 
 
 class WeightState:
@@ -235,8 +233,7 @@ class Drawn(WeightState):
         return spacings / spacings.sum(1, keepdim=True)
 
 
-TINY = torch.finfo(torch.float32).tiny
-"""Lower clamp of probabilities before a logarithm."""
+TINY = torch.finfo(torch.float32).tiny  # lower clamp of probabilities before a logarithm
 
 
 @dataclass(frozen=True, slots=True)

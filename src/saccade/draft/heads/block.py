@@ -18,10 +18,8 @@ from saccade.target_model.attention import ALL
 from saccade.target_model.cache import RowCache
 from saccade.target_model.linear import Linear, pack_where_faster
 
-MOST_READ = 4096
-"""Positions whose rotary angles are computed at first, for drafting."""
-STRETCHED = ("linear", "llama3", "yarn")
-"""Scalings that do not depend on the length of a sequence."""
+MOST_READ = 4096  # positions whose rotary angles are computed at first, for drafting
+STRETCHED = ("linear", "llama3", "yarn")  # scalings that do not depend on the length of a sequence
 
 
 class Rotary:
@@ -289,8 +287,7 @@ class Attention(Fusable):
         over.cache.layers[place].write(*(part.flatten(0, 1).transpose(0, 1) for part in (k, v)))
 
 
-_MAX_SCORES = 2**25
-"""Most attention scores that training holds at a time on a CPU."""
+_MAX_SCORES = 2**25  # most attention scores that training holds at a time on a CPU
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int, kind: str) -> Tensor:

@@ -18,8 +18,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.attention import ALL, MaskPlan
 from saccade.target_model.context import Context, PrefillResult
 
-NEAR = "sliding_attention"
-"""Kind of the layers with a window."""
+NEAR = "sliding_attention"  # kind of the layers with a window
 
 
 class DFlashBlock(nn.Module):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
 
-NORMS = ("all", "block", "none")
-"""Option of norms ahead of the attention: all, the block's alone, or none."""
+NORMS = ("all", "block", "none")  # option of norms ahead of the attention: all, the block's alone, or none
 AFTER_IMAGE = ("text", "visual")
 """Option of the feature of the first token after hidden visual ones: that of the last text token, or visual one."""
 

@@ -20,8 +20,7 @@ from saccade.target_model.cache import RowCache
 from saccade.target_model.traits import of_layer
 from saccade.wording import meant
 
-MARK = "saccade_head"
-"""Key of the kind in a head's config.json; no other checkpoint has it."""
+MARK = "saccade_head"  # key of the kind in a head's config.json; no other checkpoint has it
 LARGEST, MOST = 2**24, 256
 """Greatest size of one dimension, and most equal parts of a head, so that no config.json can ask for all memory."""
 
@@ -196,8 +195,7 @@ class Placement:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-Step = int | Tensor
-"""Draft step of entries; a tensor broadcasts to ``[B, N]``."""
+Step = int | Tensor  # draft step of entries; a tensor broadcasts to ``[B, N]``
 
 
 class Head(nn.Module, ABC):

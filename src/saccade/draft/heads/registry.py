@@ -164,8 +164,7 @@ def part_of(kind: str, part: str) -> type[Any]:
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
 
 
-DRAFT_VLM = "draft-vlm"
-"""Kind of a draft VLM, the one trained drafter that is not a head."""
+DRAFT_VLM = "draft-vlm"  # kind of a draft VLM, the one trained drafter that is not a head
 
 
 def trained_kinds() -> tuple[str, ...]:

@@ -31,10 +31,8 @@ from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
-CHUNK = 1024
-"""Prompt entries per forward; bounds the attention mask."""
-TRIAL = 32
-"""Drafts that are judged."""
+CHUNK = 1024  # prompt entries per forward; bounds the attention mask
+TRIAL = 32  # drafts that are judged
 LEAST = 0.1
 """Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
 
@@ -135,7 +133,7 @@ class HeadDraftSession(DraftSession):
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
         self._fixed: CapturedDraft | None = None  # that is being captured
         self._limit = 0  # of the last draft that a graph made
-        self._next: Begun | None = None
+        self._next = Begun()
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
         if not self._head.blocks:  # a cache without layers has no device
@@ -161,20 +159,16 @@ class HeadDraftSession(DraftSession):
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
-        self._abandon(row)
+        self._next.abandon(row)
         for cache in self._caches:
             cache.release(row)
         self._prompts[row] = self._known[row] = self._ahead[row] = 0
         self._features[row] = self._features[row][:0].clone()
         self._shaping.restart(row)
 
-    def _abandon(self, row: int) -> None:
-        if self._next is not None:
-            self._next.abandon(row)
-
     @torch.inference_mode()
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        self._abandon(row)
+        self._next.abandon(row)
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
@@ -190,7 +184,7 @@ class HeadDraftSession(DraftSession):
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
-        self._abandon(row)
+        self._next.abandon(row)
         self._drafter.fused.refresh()
         self._store(row, prompt, prefill)
         count = len(prompt)
@@ -217,8 +211,11 @@ class HeadDraftSession(DraftSession):
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
         new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
-        captured = self._captured(rows, new, proposer, limit)
+        begun, self._next, self.can_begin = self._next, Begun(), False
+        captured = self._by_graph(rows, new, proposer, limit, begun) if self._drafter.is_captured else None
         if isinstance(captured, DraftTree):
+            self._limit, self.can_begin = limit, True
+            self._pass(rows, [len(tokens) for tokens in new])
             return captured
         self._send_numbers(rows, new)
         root = self._catch_up(rows, new)  # [A, 1, d]
@@ -244,21 +241,8 @@ class HeadDraftSession(DraftSession):
         tree = grow(self._drafter.policy, growth, self._scores(root, None), run, limit, rows, proposer.guide)
         return Drafted(tree, growth, ran, frontiers)
 
-    def _captured(
-        self, rows: Rows, new: Sequence[Sequence[int]], proposer: Proposer, limit: int
-    ) -> DraftTree | CapturedDraft | None:
-        """As of `DraftGraphs.draft`."""
-        begun, self._next, self.can_begin = self._next, None, False
-        if not self._drafter.is_captured:
-            return None
-        captured = self._by_graph(rows, new, proposer, limit, begun)
-        if isinstance(captured, DraftTree):
-            self._limit, self.can_begin = limit, True
-            self._pass(rows, [len(tokens) for tokens in new])
-        return captured
-
     def _by_graph(
-        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun | None = None
+        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
         drafter = self._drafter
@@ -279,16 +263,16 @@ class HeadDraftSession(DraftSession):
             self._numbers,
             self._context.numbers_of(rows),
             partial(self._fix, rows, limit),
+            begun,
             self._latest(rows, graphs.width),
             moves,
-            begun,
         )
         return captured
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit)
-        if isinstance(made, DraftTree):
+        made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit, Begun())
+        if made is not None:
             self._next = Begun(rests(self._caches, rows, self._limit), made)
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
@@ -330,7 +314,7 @@ class HeadDraftSession(DraftSession):
     ) -> None:
         self._take_states(rows, output, verdict)
         if not drafted:
-            self._next = None
+            self._next = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)

@@ -30,8 +30,7 @@ from saccade.loading import fastest_dtype, file_of, is_on_hub, path_of, refuse_c
 from saccade.target_model.adapter import Target
 
 WEIGHTS = "model.safetensors"
-_DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
-"""Exceptions from reading a damaged weight file."""
+_DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)  # exceptions from reading a damaged weight file
 
 
 def save_head(head: Head, folder: str | Path) -> None:
@@ -198,8 +197,7 @@ def _is_plain(weight: Any) -> bool:
     return not weight.is_quantized and weight.untyped_storage().nbytes() >= weight.nbytes
 
 
-_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Formats of weights; tokens' ids are int64."""
+_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # formats of weights; tokens' ids are int64
 
 
 def _check(folder: str | Path, name: str, expected: torch.Tensor | None, weight: torch.Tensor | None) -> None:

@@ -55,8 +55,7 @@ class PolicySession(Protocol):
         """Numbers that shaped the last drafts of these rows, in their order; for traces."""
 
 
-Signals = dict[str, tuple[float, ...]]
-"""Numbers that shaped a row's last draft, by name; for traces."""
+Signals = dict[str, tuple[float, ...]]  # numbers that shaped a row's last draft, by name; for traces
 
 
 class TreePolicy(Protocol):

@@ -24,8 +24,7 @@ from saccade.target_model.cache import on_device
 from saccade.tree import DraftTree, Rows, TreeShape, at_nodes
 from saccade.verify.rule import Verdict
 
-START = 0.5
-"""Confidence before any was measured (Algorithm 1, line 3)."""
+START = 0.5  # confidence before any was measured (Algorithm 1, line 3)
 
 
 @dataclass(frozen=True)
@@ -316,8 +315,7 @@ class _Transfer:
         return self._numbers
 
 
-UNREACHABLE = 2.0
-"""A threshold that no probability exceeds: below a row's last level."""
+UNREACHABLE = 2.0  # a threshold that no probability exceeds: below a row's last level
 
 
 @dataclass(frozen=True, slots=True)

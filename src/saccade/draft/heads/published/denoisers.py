@@ -30,8 +30,7 @@ from saccade.draft.heads.published.released import (
 from saccade.errors import ModelError
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
-ASSISTANT = "muse_glimmer_assistant"
-"""Model type of transformers' own DFlash heads."""
+ASSISTANT = "muse_glimmer_assistant"  # model type of transformers' own DFlash heads
 _OUTER = {"fc.weight": "fc.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "norm.weight"}
 _NESTED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 _UNUSED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -66,8 +66,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     return replace(config, kind=PEagle.kind, steps=_levels(values), options=options), ours
 
 
-PEAGLE = ReleasedLayout("speculators", lambda _: PEagle, _translate)
-"""The layout of speculators of the type ``peagle``."""
+PEAGLE = ReleasedLayout("speculators", lambda _: PEagle, _translate)  # the layout of speculators of the type ``peagle``
 
 
 def _blocks(released: Released) -> int:

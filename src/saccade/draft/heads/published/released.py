@@ -14,8 +14,7 @@ from saccade.draft.heads.block import rotary_of
 from saccade.draft.heads.head import LARGEST, Head, HeadConfig, TargetShape, rope_of
 from saccade.errors import ModelError
 
-Values = Mapping[str, Any]
-"""Contents of a config.json."""
+Values = Mapping[str, Any]  # contents of a config.json
 Weights = Mapping[str, Tensor]
 Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 """Returns the shapes of a folder's weights; a call reads the header of their file."""
@@ -23,8 +22,7 @@ Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 DRAFT_VOCAB = "draft_vocab_size"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = "speculators_model_type"
-FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of weight files; the first that exists is read."""
+FILES = ("model.safetensors", "pytorch_model.bin")  # names of weight files; the first that exists is read
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Settings of all layouts whose other values would need another module."""
 
