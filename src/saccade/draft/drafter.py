@@ -138,10 +138,7 @@ class DraftSession:
 
 
 class Begun:
-    """A draft that was begun from a verdict which the host had not read.
-
-    It serves the rows whose content and whose place in the caches are still those that it was made from.
-    """
+    """A draft from a verdict that the host had not read, for the rows whose content and caches are still as then."""
 
     def __init__(self, basis: Mapping[int, Any] | None = None, made: Any = None) -> None:
         basis = basis or {}  # none where nothing was begun

@@ -135,10 +135,7 @@ _HEADER = 64  # integers of a message's first part: its numbers, and the shapes 
 
 
 class Ranks:
-    """The processes that a target's weights are split over, all of which follow rank 0's decisions.
-
-    A whole target has an `OneProcess` in their place.
-    """
+    """The processes that a target's weights are split over, which follow rank 0; `OneProcess` for a whole target."""
 
     is_split = True
 
