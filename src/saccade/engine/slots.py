@@ -112,10 +112,7 @@ class DraftedRow:
         return self.stage in (DraftStage.JOINING, DraftStage.JOINED)
 
     def pop_new_tokens(self, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the tokens that the drafter lacks: emitted since the last call, after the prompt's last one.
-
-        ``ahead``: tokens that are certain to be emitted next, which it receives with them.
-        """
+        """Return the tokens that the drafter lacks, with those ``ahead`` that are certain to be emitted next."""
         output = self.row.output
         new = [*output[self.num_received :], *ahead]
         self.num_received = len(output) + len(ahead)

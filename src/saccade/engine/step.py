@@ -360,10 +360,7 @@ class StepRunner:
     def _draft(
         self, drafting: Drafting, rows: list[Row], do_sample: bool, lengths: list[int], others: int
     ) -> list[VerificationGroup]:
-        """Draft for some rows, at most as planned or as their pacer decides, next to others; groups of equal size.
-
-        Rows whose requests have drafts form one group, whose trees are joined with these.
-        """
+        """Draft for some rows, as planned or as their pacer decides, and join the requests' drafts; groups by size."""
         facts, pacer = drafting.facts, self._pacer
         rule, judge = self._state.judge(do_sample)
         processing = Processing([row.processing for row in rows])
@@ -545,10 +542,7 @@ class StepRunner:
                 drafting.session.observe(*outcome, group.drafted)
 
     def _begin_next(self, groups: Sequence[VerificationGroup]) -> list[Span]:
-        """Let the drafter begin the next step's drafts while the host still waits for this one's verdicts.
-
-        Returns the time that it takes the device, which is part of the next step's.
-        """
+        """Let the drafter begin the next drafts while the host waits for the verdicts; return their times."""
         drafting = self._state.drafting
         if drafting is None or not drafting.session.can_begin or self._target.ranks.is_split:
             return []
