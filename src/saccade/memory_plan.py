@@ -47,7 +47,7 @@ class Preset:
     memory: int  # in GiB
     teraflops: float  # of products in bfloat16, as published
     bandwidth: float  # of its memory in GB a second, as published
-    distill: Mapping[str, Any]  # options of `saccade.distill.Options`
+    distill: Mapping[str, Any]  # options of `saccade.distill.planning.Options`
     train: Mapping[str, Any]  # settings of every recipe, and tables of further ones by kind
 
     @property

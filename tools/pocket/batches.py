@@ -136,7 +136,7 @@ def pixels(images: Sequence[Image.Image]) -> Tensor:
 
 
 def labels(samples: Sequence[Sample]) -> Tensor:
-    """Tower labels `[B, 64, 4]`."""
+    """Tower labels `[B, 64, 8]`."""
     return torch.from_numpy(np.stack([sample.labels for sample in samples])).flatten(1, 2)
 
 

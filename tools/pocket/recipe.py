@@ -49,7 +49,7 @@ class Schedule:
     relating: float = 0.0  # weights of the lessons (`tools.pocket.lessons`)
     searching: float = 0.0
     watching: float = 0.0
-    drill: float = 0.0  # share of batches that are drills (`tools.pocket.drill`)
+    drill: float = 0.0  # share of batches that are drills (`tools.pocket.lessons`)
 
     @property
     def lessons(self) -> tuple[float, float, float]:

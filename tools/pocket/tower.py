@@ -74,7 +74,7 @@ _REST_NORM = 0.5  # norm added by the whitened units, relative to that of a word
 
 
 def _indicators(truth: Tensor) -> Tensor:
-    """Labels `[P, 4]` as one column per word, `[P, words]`."""
+    """Labels `[P, 8]` as one column per word, `[P, words]`."""
     columns = [
         truth[:, kind] == number
         for kind, words in enumerate(LABEL_WORDS.values())

@@ -201,7 +201,7 @@ def _score(records: Sequence[Record]) -> float | None:
 
 
 def headline(run: RecordedRun) -> str:
-    """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
+    """Name the fastest lossless method and its speed-up; empty for runs where none was timed next to plain decoding.
 
     Methods that it does not beat by an interval, prompt by prompt, are named as level with it. A lossy method that is
     faster is named after it, with the share of plain decoding's score that it kept.

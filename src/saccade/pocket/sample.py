@@ -44,7 +44,7 @@ class Sample:
     question: str
     answer: str
     facts: Facts
-    # patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.words`); `IGNORED_LABEL`
+    # patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.labels`); `IGNORED_LABEL`
     # everywhere if the sample has no single picture with labels
     labels: Labels = field(compare=False, repr=False)
     video: tuple[Image.Image, ...] | None = field(default=None, compare=False, repr=False)  # frames in order

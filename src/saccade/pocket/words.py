@@ -1,5 +1,6 @@
 """The closed vocabulary of the pocket world: colours, shapes, numbers, places and goods."""
 
+from collections.abc import Iterable
 from random import Random
 from typing import TypeVar
 
@@ -94,8 +95,8 @@ def often_shuffled(rng: Random, items: list[_Item], chance: float) -> list[_Item
     return items
 
 
-def spoken(sentences: list[str]) -> str:
-    """The sentences that are not empty, as one text."""
+def spoken(sentences: Iterable[str]) -> str:
+    """The sentences of an answer, empty ones left out."""
     return " ".join(text for text in sentences if text)
 
 

@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw
 from saccade.pocket.sample import IMAGE_MARK, Facts, Grammar, Media, Task, grammars
 from saccade.pocket.scoring import mentioned, only, overlap, sentences
 from saccade.pocket.shapes import RADIUS, Thing, at, key, locate, name, named, places, relation, render, room, scatter
-from saccade.pocket.words import BACKGROUNDS, COLOURS, NAMES, NUMBERS, SHAPES, SIZES, a, plural, shuffled
-from tools.pocket.world.phrases import PHRASES, paragraph, wordings
+from saccade.pocket.words import BACKGROUNDS, COLOURS, NAMES, NUMBERS, SHAPES, SIZES, a, plural, shuffled, spoken
+from tools.pocket.world.phrases import PHRASES, wordings
 
 # -- difference and edit: one to three changes, as statements or as instructions -----------------------------
 
@@ -91,7 +91,7 @@ def _dense_pair(task: str, rng: Random, facts: Facts) -> str:
     parts = [_change(say, rng, edit) for edit in facts["edits"]]
     parts += [say(rng, "same", its=f"the {name(thing)}") for thing in facts["same"]]
     opening = say(rng, "opening", count=NUMBERS[count], changes=plural("change", count))
-    return paragraph([opening, *shuffled(rng, parts)])
+    return spoken([opening, *shuffled(rng, parts)])
 
 
 def _verbose_pair(task: str, rng: Random, facts: Facts) -> str:

@@ -1,7 +1,7 @@
 """Wordings of the tasks, which `phrases.toml` lists, and the words that fill them in."""
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,8 +26,3 @@ def wordings(task: str) -> Callable[..., str]:
 def words_for(thing: Thing) -> dict[str, Any]:
     """The words that phrases have for a shape: its properties, name and place, and its colour with an article."""
     return {**thing, "name": name(thing), "place": at(thing), "hue": a(thing["colour"])}
-
-
-def paragraph(parts: Iterable[str]) -> str:
-    """The sentences of an answer, empty ones left out."""
-    return " ".join(part for part in parts if part)

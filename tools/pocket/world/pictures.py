@@ -28,8 +28,9 @@ from saccade.pocket.words import (
     joined,
     plural,
     shuffled,
+    spoken,
 )
-from tools.pocket.world.phrases import PHRASES, paragraph, wordings
+from tools.pocket.world.phrases import PHRASES, wordings
 from tools.pocket.world.scenes import clauses, flowing, on_shape, plainly_on_shape, read_shapes, true_shape
 
 _TOWNS, _DAYS, _NAMES = (tuple(word.lower() for word in words) for words in (TOWNS, DAYS, NAMES))
@@ -99,7 +100,7 @@ def _document_dense(rng: Random, facts: Facts) -> str:
     parts = [_document(rng, "opening", number=NUMBERS[len(rows)])]
     for town, hour in shuffled(rng, rows) if rng.random() < 0.7 else rows:
         parts.append(_document(rng, "train", town=town, hour=hour))
-    return paragraph([*parts, _document(rng, "ranked") + ", ".join(_by_hour(facts)) + "."])
+    return spoken([*parts, _document(rng, "ranked") + ", ".join(_by_hour(facts)) + "."])
 
 
 def _document_verbose(rng: Random, facts: Facts) -> str:

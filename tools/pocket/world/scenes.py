@@ -7,8 +7,8 @@ from random import Random
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, mentioned, numbers, only, overlap, sentences
 from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter
-from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, plural, shuffled
-from tools.pocket.world.phrases import PHRASES, paragraph, wordings, words_for
+from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, plural, shuffled, spoken
+from tools.pocket.world.phrases import PHRASES, wordings, words_for
 
 Place = tuple[str, str]
 _HUES, _KINDS = "|".join(COLOURS), "|".join(SHAPES)
@@ -234,7 +234,7 @@ def _detail_dense(rng: Random, facts: Facts) -> str:
         parts.append(_detail(rng, "shape", **words_for(thing)))
         if before is not None and rng.random() < 0.5:
             parts.append(_step(rng, thing, before))
-    return paragraph(parts)
+    return spoken(parts)
 
 
 def _detail_verbose(rng: Random, facts: Facts) -> str:

@@ -23,8 +23,8 @@ from saccade.pocket.film import (
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named, render
-from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, ORDINALS, SHAPES, a, joined, shuffled
-from tools.pocket.world.phrases import paragraph, wordings
+from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, ORDINALS, SHAPES, a, joined, shuffled, spoken
+from tools.pocket.world.phrases import wordings
 
 # -- video-question and choice: order, direction or number of events -----------------------------------------
 
@@ -244,7 +244,7 @@ def _dense_long(rng: Random, facts: Facts) -> str:
     parts, listed = _described(rng, facts), cast(rng, facts)
     happen = "thing happens" if len(parts) == 1 else "things happen"
     count = _long(rng, "count", count=NUMBERS[len(parts)], happen=happen)
-    return paragraph([listed, *parts, count] if rng.random() < 0.5 else [count, *parts, listed])
+    return spoken([listed, *parts, count] if rng.random() < 0.5 else [count, *parts, listed])
 
 
 def _verbose_long(rng: Random, facts: Facts) -> str:

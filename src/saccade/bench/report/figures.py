@@ -214,5 +214,5 @@ def legend(drawing: Figure, names: Sequence[str], **options: Any) -> None:
     """Draw a legend below the axes, in as many columns as fit; a long one makes the figure higher."""
     longest = 0.6 * SIZE * max(map(len, names)) + 5 * SIZE
     columns = max(1, min(3, int(WIDTH * 72 / longest)))
-    drawing.set_figheight(max(HEIGHT, 2.4 + 0.19 * -(-len(names) // columns)))  # axes need their part beside long ones
+    drawing.set_figheight(max(HEIGHT, 2.4 + 0.19 * -(-len(names) // columns)))  # axes need their part next to long ones
     drawing.legend(loc="outside lower center", ncols=columns, fontsize=SIZE, **options)

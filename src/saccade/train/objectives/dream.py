@@ -164,8 +164,7 @@ class DreamObjective(FormedObjective):
     TERMS: ClassVar[tuple[str, ...]] = ("states", "middle", "distribution")
 
     states: float = 0.2  # weight of SmoothL1 between the last states and the head's (L_feat)
-    # weight of SmoothL1 between an inner state and the output of the head's first block (L_intermed)
-    middle: float = 0.2
+    middle: float = 0.2  # weight of SmoothL1 between an inner state and the head's first block's output (L_intermed)
     distribution: float = 1.0  # weight of KL(target || head) (L_KL)
     layer: str = "entropy"  # layer of the inner state
     feeding: str = "guess"  # features of later steps
