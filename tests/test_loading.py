@@ -17,7 +17,8 @@ from transformers import AutoConfig, BertConfig, BertLMHeadModel, CLIPConfig, T5
 import checkpoints
 from checkpoints import ready, tokenizer
 from saccade import ModelError, SaccadeError, load, loading
-from saccade.loading import check_device, check_dtype, fastest_dtype, load_model, shared_vocabulary
+from saccade.loading import check_device, check_dtype, fastest_dtype, load_model
+from saccade.resolution import shared_vocabulary
 
 pytestmark = pytest.mark.formats
 

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -171,82 +170,6 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             return None
 
 
-MTP_KINDS = {"full_attention", "sliding_attention"}  # types of layers of multi-token prediction that can draft
-_APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")  # weights apart from the decoder's, as in Qwen3.5 and MiMo
-
-
-def mtp_pattern(config: Any) -> str:
-    """Return the regular expression of names of weights of the first layer of multi-token prediction."""
-    first = config.get_text_config(decoder=True).num_hidden_layers
-    return rf"(^|\.)layers\.{first}\.|^(model\.)?mtp\.(?!layers\.(?!0\.))"
-
-
-def mtp_layers(config: Any, place: str | Path) -> tuple[int, bool]:
-    """Return how many layers of multi-token prediction a checkpoint names, and whether it has weights of them."""
-    named = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
-    parts = (config.get_text_config(decoder=True), config)
-    count = next((n for part in parts for name in named if (n := getattr(part, name, None))), 0)
-    stored = _stored_names(place, has_single_file=bool(count)) if str(place) else []
-    found = [int(match[1]) for name in stored if (match := _APART.match(name))]
-    pattern = re.compile(mtp_pattern(config))
-    return count or max(found, default=-1) + 1, any(map(pattern.search, stored))
-
-
-def _stored_names(place: str | Path, has_single_file: bool) -> list[str]:
-    """Names of a checkpoint's weights; a single file is fetched from the hub only with ``has_single_file``."""
-    if index := file_of(place, "model.safetensors.index.json"):
-        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    if (has_single_file or not is_on_hub(place)) and (file := file_of(place, "model.safetensors")):
-        with safe_open(file, "pt") as weights:
-            return list(weights.keys())
-    return []
-
-
-def mtp_config(config: Any, place: str | Path) -> Any:
-    """Return the configuration of a checkpoint's first layer of multi-token prediction, if that can draft."""
-    model = place or "this model"
-    count, is_stored = mtp_layers(config, place)
-    if not count:
-        raise ModelError(
-            f"Method mtp needs a target with layers of multi-token prediction, of which the configuration of {model} "
-            "names none; choose another method."
-        )
-    if not is_stored:
-        raise ModelError(
-            f"The configuration of {model} names layers of multi-token prediction ({count}), but the checkpoint lacks "
-            "their weights; choose another method, or give the complete checkpoint."
-        )
-    text = deepcopy(config.get_text_config(decoder=True))
-    stored = _stored_names(place, has_single_file=True)
-    if "mtp.fc.weight" in stored:
-        first = (getattr(text, "layer_types", None) or ["full_attention"])[0]
-        text.mtp_layer_types = [first if first in MTP_KINDS else "full_attention"]
-        text.mtp_mlp_layer_types = (getattr(text, "mlp_layer_types", None) or [None])[-1:]
-    elif "model.mtp.layers.0.pre_mlp_layernorm.weight" in stored:  # MiMo
-        text.mtp_layer_types, text.mtp_mlp_layer_types = ["sliding_attention"], ["dense"]
-    text.num_mtp_layers = 1
-    try:
-        found = text.get_mtp_config()
-        kinds = {*(getattr(found, "layer_types", None) or ())[:1]}
-        reason = f"it is a layer of type {min(kinds)}" if kinds - MTP_KINDS else ""
-    except ValueError:  # transformers cannot tell what kind of layer it is
-        reason = "its kind is unknown"
-    if reason:
-        raise ModelError(
-            f"The layer of multi-token prediction of {model} cannot draft: {reason}; choose another method."
-        )
-    return found
-
-
-def drafts_by_mtp(config: Any, place: str | Path) -> bool:
-    """Whether a checkpoint has a layer of multi-token prediction that method mtp can run."""
-    try:
-        mtp_config(config, place)
-    except ModelError:
-        return False
-    return True
-
-
 def _check_files(folder: Path, weights: bool) -> None:
     """Raise `ModelError` unless a folder has a configuration and, if wanted, complete weight files."""
     config = folder / "config.json"
@@ -329,32 +252,6 @@ def refuse_assistant(config: Any, name: str) -> None:
         )
 
 
-def mask_token(config: Any) -> int:
-    """Return the token that a draft model reads in place of draft tokens (PARD); `ModelError` without a usable one."""
-    token, size = _named_mask(config), config.get_text_config(decoder=True).vocab_size
-    if token is None:
-        raise ModelError(
-            "Method pard needs a draft model that was trained with a mask token, but the configuration of "
-            f"{config.name_or_path or 'this model'} names no pard_token; choose another drafter, or method auto."
-        )
-    if type(token) is not int or not 0 <= token < size:
-        raise ModelError(
-            f"The pard_token of {config.name_or_path or 'this model'} is {token!r}, which is not a whole number from 0 "
-            f"to {size - 1}, a token of its vocabulary; download its config.json again."
-        )
-    return token
-
-
-def drafts_in_parallel(config: Any) -> bool:
-    """Whether a configuration is that of a draft model with a mask token, which method pard can run."""
-    return _named_mask(config) is not None
-
-
-def _named_mask(config: Any) -> Any:
-    parts = (config, config.get_text_config(decoder=True))
-    return next((token for part in parts if (token := getattr(part, "pard_token", None)) is not None), None)
-
-
 def share_every_layer(config: Any) -> None:
     """Let a configuration's class describe decoders without entries, as transformers 5.23 refuses to (assistants)."""
     text = type(config.get_text_config())
@@ -395,23 +292,6 @@ def fastest_dtype(model: Any, usual: torch.dtype | None = None) -> torch.dtype:
     weight = next(model.parameters())
     small = sum(p.numel() for p in model.parameters()) < SMALL
     return torch.float32 if weight.device.type == "cpu" and small else usual or weight.dtype
-
-
-def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
-    """Return the number of leading ids that both tokenizers share, but for added tokens; drafts consist of these."""
-    ours, theirs = target.get_vocab(), drafter.get_vocab()
-    shared = min(len(ours), len(theirs))
-    added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
-    compared = ((i, token) for token, i in theirs.items() if i < shared and i not in added)
-    differing = [(i, token) for i, token in compared if ours.get(token) != i]
-    if differing:
-        there, token = min(differing)
-        here = f"id {ours[token]}" if token in ours else "no id"
-        raise ModelError(
-            f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {token!r} has "
-            f"id {there} there and {here} here); give a drafter of the same family."
-        )
-    return shared
 
 
 def path_of(place: str | Path) -> str:

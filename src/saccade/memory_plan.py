@@ -24,10 +24,11 @@ from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, check_fit, e
 from saccade.draft.heads.published.released import DRAFT_VOCAB
 from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.draft.heads.store import layout_of, read_values
+from saccade.draft.pard import drafts_in_parallel
 from saccade.errors import InputError, ModelError
 from saccade.inputs.chat import normalise
 from saccade.inputs.families import family_of
-from saccade.loading import check_checkpoint, check_dtype, drafts_in_parallel, empty_model
+from saccade.loading import check_checkpoint, check_dtype, empty_model
 from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.wording import unknown_name

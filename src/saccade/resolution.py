@@ -13,9 +13,11 @@ import torch
 from saccade import cpu, methods
 from saccade.draft.assistant import check_assistant
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.mtp import drafts_by_mtp, mtp_config
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
-from saccade.errors import MethodError
+from saccade.draft.pard import drafts_in_parallel, mask_token
+from saccade.errors import MethodError, ModelError
 from saccade.files import is_profile
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import (
@@ -23,18 +25,13 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
-    drafts_by_mtp,
-    drafts_in_parallel,
     empty_model,
     fastest_dtype,
     is_assistant,
     load_model,
-    mask_token,
-    mtp_config,
     name_of,
     path_of,
     refuse_assistant,
-    shared_vocabulary,
 )
 from saccade.lora import refuse_apart, with_lora
 from saccade.methods.settings import GROUPS
@@ -97,14 +94,13 @@ def resolve(
     draft = None if is_head(spec.drafter) else spec.drafter
     values = methods.options(method, spec.options)
     methods.fit(method, values, draft is not None, kinds, spec.head, has_drafter=spec.drafter is not None)
-    adapters = {name: adapter_folder(folder) for name, folder in spec.adapters.items()}
-    spec = replace(spec, drafter=draft, method=method, adapters=adapters)
+    spec = replace(spec, drafter=draft, method=method)
     models = Resolved(spec, processor or _processor(spec.target, complete), draft_processor)
     models = _with_drafter(models, values.get("draft_with"), complete)
     config = models.processor.config
     check_processes(spec.device, config)
-    refuse_apart(adapters and spec.device in (TENSOR_PARALLEL, SHARDED))
-    for name, folder in adapters.items():
+    refuse_apart(spec.adapters and spec.device in (TENSOR_PARALLEL, SHARDED))
+    for name, folder in spec.adapters.items():
         with_lora(empty_model(config), name, folder)
     return models
 
@@ -126,6 +122,23 @@ def _with_drafter(models: Resolved, drafts: str | None, complete: bool) -> Resol
         theirs = models.draft_processor or _processor(draft, complete)
     vocabulary = shared_vocabulary(ours.tokenizer, theirs.tokenizer, (name_of(target), name_of(draft)))
     return replace(models, draft_processor=theirs, vocabulary=vocabulary)
+
+
+def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
+    """Return the number of leading ids that both tokenizers share, but for added tokens; drafts consist of these."""
+    ours, theirs = target.get_vocab(), drafter.get_vocab()
+    shared = min(len(ours), len(theirs))
+    added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
+    compared = ((i, token) for token, i in theirs.items() if i < shared and i not in added)
+    differing = [(i, token) for i, token in compared if ours.get(token) != i]
+    if differing:
+        there, token = min(differing)
+        here = f"id {ours[token]}" if token in ours else "no id"
+        raise ModelError(
+            f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {token!r} has "
+            f"id {there} there and {here} here); give a drafter of the same family."
+        )
+    return shared
 
 
 def _processor(source: Any, weights: bool = True) -> InputProcessor:
@@ -158,7 +171,7 @@ def only(drafter: Any, assistant_model: Any) -> Any:
 
 def with_builtin(spec: ModelSpec) -> ModelSpec:
     """Return a specification with folders in place of `pocket`, and with the built-in drafters that it leaves open."""
-    from saccade.pocket import draft_path, head_path, head_paths, target_path
+    from saccade.pocket import adapter_path, draft_path, head_path, head_paths, target_path
 
     target, drafter, heads = spec.target, spec.drafter, dict(spec.heads)
     if is_pocket(target):
@@ -172,14 +185,9 @@ def with_builtin(spec: ModelSpec) -> ModelSpec:
             heads[values["draft_with"]] = head_path(values["draft_with"])
         if drafter is None and needs in (None, "draft model"):
             drafter = POCKET
-    return replace(spec, target=target, drafter=str(draft_path()) if is_pocket(drafter) else drafter, heads=heads)
-
-
-def adapter_folder(place: str | Path) -> str | Path:
-    """Return the folder or hub id of an adapter, which may be the built-in one."""
-    from saccade.pocket import adapter_path
-
-    return adapter_path() if is_pocket(place) else place
+    drafter = str(draft_path()) if is_pocket(drafter) else drafter
+    adapters = {name: adapter_path() if is_pocket(folder) else folder for name, folder in spec.adapters.items()}
+    return replace(spec, target=target, drafter=drafter, heads=heads, adapters=adapters)
 
 
 AnyHead = str | Path | Head  # a loaded head, or its folder or hub id

@@ -14,7 +14,7 @@ from saccade.errors import SaccadeError
 from saccade.methods import METHODS, is_lossless, options
 from saccade.methods.compositions import Models, within_reach
 from saccade.methods.registry import check
-from saccade.methods.settings import GROUPS, RENAMED, TREES, about, known_options, table
+from saccade.methods.settings import GROUPS, RENAMED, RULES, TREES, about, known_options, table
 from saccade.options import check_whole
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "lookup_tokens": 0}
@@ -122,6 +122,12 @@ def test_the_rule_alone_decides_whether_a_method_is_lossless(name: str) -> None:
         return
     assert not is_lossless(options(name, {"rule": "fly"}))
     assert is_lossless(options(name, {"rule": "exact"}))
+
+
+@pytest.mark.parametrize("method", [name for name, each in METHODS.items() if not each.lossless])
+def test_every_lossy_rule_knows_the_tokens_that_it_never_loosens(method: str) -> None:
+    values = METHODS[method].options
+    assert RULES[values["rule"]].make(values, special_ids=(1, 2)).special_ids == (1, 2)
 
 
 def test_every_option_is_listed_with_its_meaning() -> None:

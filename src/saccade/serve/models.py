@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
+from saccade.draft.heads.mtp import mtp_config
 from saccade.errors import SaccadeError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
-from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
 from saccade.serve.answers import Choice
 from saccade.serve.configuration import Limits, ModelEntry

@@ -19,7 +19,8 @@ from saccade.draft.trees.policy import Chain
 from saccade.errors import ModelError, TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.loading import check_checkpoint, load_model, name_of, path_of, shared_vocabulary
+from saccade.loading import check_checkpoint, load_model, name_of, path_of
+from saccade.resolution import shared_vocabulary
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source, TrainingSample

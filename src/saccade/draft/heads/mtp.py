@@ -2,19 +2,99 @@
 
 from __future__ import annotations
 
+import json
+import re
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.errors import ModelError
-from saccade.loading import mtp_config, mtp_pattern
+from saccade.loading import file_of, is_on_hub
 from saccade.target_model.adapter import Target
 from saccade.target_model.attention import ALL, Layout
 from saccade.target_model.stock import replaced
 from saccade.target_model.traits import entry_shapes
+
+MTP_KINDS = {"full_attention", "sliding_attention"}  # types of layers of multi-token prediction that can draft
+_APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")  # weights apart from the decoder's, as in Qwen3.5 and MiMo
+
+
+def mtp_pattern(config: Any) -> str:
+    """Return the regular expression of names of weights of the first layer of multi-token prediction."""
+    first = config.get_text_config(decoder=True).num_hidden_layers
+    return rf"(^|\.)layers\.{first}\.|^(model\.)?mtp\.(?!layers\.(?!0\.))"
+
+
+def mtp_layers(config: Any, place: str | Path) -> tuple[int, bool]:
+    """Return how many layers of multi-token prediction a checkpoint names, and whether it has weights of them."""
+    named = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+    parts = (config.get_text_config(decoder=True), config)
+    count = next((n for part in parts for name in named if (n := getattr(part, name, None))), 0)
+    stored = _stored_names(place, has_single_file=bool(count)) if str(place) else []
+    found = [int(match[1]) for name in stored if (match := _APART.match(name))]
+    pattern = re.compile(mtp_pattern(config))
+    return count or max(found, default=-1) + 1, any(map(pattern.search, stored))
+
+
+def _stored_names(place: str | Path, has_single_file: bool) -> list[str]:
+    """Names of a checkpoint's weights; a single file is fetched from the hub only with ``has_single_file``."""
+    if index := file_of(place, "model.safetensors.index.json"):
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if (has_single_file or not is_on_hub(place)) and (file := file_of(place, "model.safetensors")):
+        with safe_open(file, "pt") as weights:
+            return list(weights.keys())
+    return []
+
+
+def mtp_config(config: Any, place: str | Path) -> Any:
+    """Return the configuration of a checkpoint's first layer of multi-token prediction, if that can draft."""
+    model = place or "this model"
+    count, is_stored = mtp_layers(config, place)
+    if not count:
+        raise ModelError(
+            f"Method mtp needs a target with layers of multi-token prediction, of which the configuration of {model} "
+            "names none; choose another method."
+        )
+    if not is_stored:
+        raise ModelError(
+            f"The configuration of {model} names layers of multi-token prediction ({count}), but the checkpoint lacks "
+            "their weights; choose another method, or give the complete checkpoint."
+        )
+    text = deepcopy(config.get_text_config(decoder=True))
+    stored = _stored_names(place, has_single_file=True)
+    if "mtp.fc.weight" in stored:
+        first = (getattr(text, "layer_types", None) or ["full_attention"])[0]
+        text.mtp_layer_types = [first if first in MTP_KINDS else "full_attention"]
+        text.mtp_mlp_layer_types = (getattr(text, "mlp_layer_types", None) or [None])[-1:]
+    elif "model.mtp.layers.0.pre_mlp_layernorm.weight" in stored:  # MiMo
+        text.mtp_layer_types, text.mtp_mlp_layer_types = ["sliding_attention"], ["dense"]
+    text.num_mtp_layers = 1
+    try:
+        found = text.get_mtp_config()
+        kinds = {*(getattr(found, "layer_types", None) or ())[:1]}
+        reason = f"it is a layer of type {min(kinds)}" if kinds - MTP_KINDS else ""
+    except ValueError:  # transformers cannot tell what kind of layer it is
+        reason = "its kind is unknown"
+    if reason:
+        raise ModelError(
+            f"The layer of multi-token prediction of {model} cannot draft: {reason}; choose another method."
+        )
+    return found
+
+
+def drafts_by_mtp(config: Any, place: str | Path) -> bool:
+    """Whether a checkpoint has a layer of multi-token prediction that method mtp can run."""
+    try:
+        mtp_config(config, place)
+    except ModelError:
+        return False
+    return True
 
 
 class Mtp(Head):
