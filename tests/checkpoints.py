@@ -87,6 +87,12 @@ def _finish(config: Any, seed: int, noise: float = 0.0, answers: int = PRINTABLE
     return model
 
 
+def _with_tokenizer(path: Path, tok: Any) -> Path:
+    tok.chat_template = template("")
+    tok.save_pretrained(path)
+    return path
+
+
 def llama(
     path: Path, *, seed: int = 1, padded: int = 0, tok: Any = None, answers: int = PRINTABLE, **shape: Any
 ) -> Path:
@@ -94,9 +100,7 @@ def llama(
     tok = tok or tokenizer()
     config = LlamaConfig(**{**_text(len(tok) + padded), **shape})
     _finish(config, seed, answers=answers).save_pretrained(path)
-    tok.chat_template = template("")
-    tok.save_pretrained(path)
-    return path
+    return _with_tokenizer(path, tok)
 
 
 def llava(path: Path, *, seed: int = 0, noise: float = 0.0, side: int = 28, tok: Any = None, **save: Any) -> Path:
@@ -168,9 +172,7 @@ def predicting(path: Path) -> Path:
     last.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
     model.config.num_hidden_layers, model.config.num_nextn_predict_layers = 2, 1
     model.save_pretrained(path)
-    tok.chat_template = template("")
-    tok.save_pretrained(path)
-    return path
+    return _with_tokenizer(path, tok)
 
 
 def gemma4(path: Path) -> Path:
@@ -178,9 +180,7 @@ def gemma4(path: Path) -> Path:
     tok = tokenizer()
     text = small("gemma4_text", vocab_size=len(tok))
     spread(Gemma4ForCausalLM, Gemma4TextConfig(**text), 1).save_pretrained(path)
-    tok.chat_template = template("")
-    tok.save_pretrained(path)
-    return path
+    return _with_tokenizer(path, tok)
 
 
 def gemma4_assistant(path: Path) -> Path:

@@ -20,6 +20,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.draft.pard import PardDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.suffix import SuffixDrafter
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
@@ -120,6 +121,7 @@ DRAFTERS: dict[str, Callable[[Target, Target, Any], Drafter | None]] = {
     "lookup": lambda model, draft_model, policy: PromptLookup(),
     "suffix": lambda model, draft_model, policy: SuffixDrafter(SuffixOptions()),
     "merged": lambda model, draft_model, policy: MergedDrafter(ModelDrafter(draft_model, policy), PromptLookup(6)),
+    "pard": lambda model, draft_model, policy: PardDrafter(draft_model, policy, mask=7),
     **{kind: partial(headed, kind) for kind in HEAD_KINDS},
 }
 """A drafter of every kind for a target, by means of a draft model and a tree where it has them."""

@@ -7,11 +7,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
 
+import media_files
 from checkpoints import picture, vlm
 from saccade import InputError
 
@@ -127,13 +127,7 @@ def test_what_is_refused_leaves_the_conversation_as_it_was() -> None:
 
 def film(path: Path, frames: int = 48) -> str:
     """A clip of 8 frames a second that grows lighter."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for shade in range(frames):
-            pixels = np.full((64, 64, 3), 4 * shade, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
+    path.write_bytes(media_files.film([np.full((64, 64, 3), 4 * shade, np.uint8) for shade in range(frames)], rate=8))
     return str(path)
 
 

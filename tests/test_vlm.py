@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import AutoConfig, GenerationConfig, TextIteratorStreamer
 
-from checkpoints import picture, saved_picture, says, text, vlm
-from saccade import VLM, InputError, MethodError, load
+from checkpoints import picture, ready, saved_picture, says, text, tokenizer, vlm
+from saccade import VLM, InputError, MethodError, ModelError, hf, load
+from saccade.checkpoints import inspect_checkpoint
 from saccade.inputs.media import Video
 from saccade.inputs.processor import RowInput
 from saccade.processors import stateless
+from saccade.target_model.adapter import Target
+from saccade.vlm import check
 
 PAIRS = [("llava", "llava-draft"), ("llava", "llava-small-images"), ("llava", "llama"), ("qwen", "qwen-draft")]
 PAIRS += [("llama", "llama"), ("llava", None), ("llama", None)]
@@ -148,14 +152,6 @@ def test_a_generation_config_counts_and_options_override_it() -> None:
     assert config.max_new_tokens == 5
 
 
-def test_an_answer_ends_behind_a_stop_string() -> None:
-    whole = vlm("llava", "llava-draft").generate("What?", [picture()]).text
-    stop = whole[9:11]
-    output = vlm("llava", "llava-draft").generate("What?", [picture()], stop_strings=[stop])
-    assert output.text == whole[: whole.index(stop) + 2]
-    assert output.finish_reason == "stop"
-
-
 def test_loaded_models_can_be_given() -> None:
     model = load(vlm("llava").target.model, vlm("llava-draft").target.model, gamma=2)
     assert model.method == "auto"
@@ -234,3 +230,58 @@ def test_a_streamer_ends_when_generation_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         vlm("llama").generate("Say", streamer=streamer, logits_processor=[stateless(fail)])
     assert "".join(streamer) == ""
+
+
+# -- assistants of Gemma 4 ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders() -> tuple[str, str]:
+    """A target with its tokenizer, and an assistant with weights alone."""
+    return str(ready("gemma4")), str(ready("gemma4-assistant"))
+
+
+def test_an_assistant_drafts_through_every_surface(folders: tuple[str, str]) -> None:
+    plain = load(folders[0], method="plain")
+    expected = [plain.generate(text, max_new_tokens=12).tokens for text in ("One", "Two words")]
+    for method in (None, "chain", "dynamic-tree", "lookup-merge"):
+        model = load(*folders, method=method)
+        assert isinstance(model.draft_model, Target)
+        assert model.method == (method or "auto")
+        assert [output.tokens for output in model.generate(["One", "Two words"], max_new_tokens=12)] == expected
+    ids = plain.processor.tokenizer("Once", return_tensors="pt").input_ids
+    stock, speculation = plain.target.model, hf.speculate(model.draft_model.model, "chain")
+    given = stock.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(stock.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=speculation), given)
+
+
+def test_methods_that_change_the_drafters_prompt_refuse_an_assistant(folders: tuple[str, str]) -> None:
+    for method in ("specvlm", "tabed"):
+        with pytest.raises(MethodError, match="an assistant has no prompt of its own"):
+            load(*folders, method=method)
+
+
+def test_an_assistant_is_inspected_and_compared_before_weights_are_read(
+    folders: tuple[str, str], tmp_path: Path
+) -> None:
+    found = inspect_checkpoint(folders[1], folders[0])
+    assert (found.holds, found.kind, found.fits) == ("assistant", "Gemma4AssistantForCausalLM", True)
+    assert found.facts["target's hidden size"] == 16
+    assert [(check.what, check.head, check.target) for check in found.checks][:2] == [
+        ("hidden size", 16, 16),
+        ("vocabulary", *[len(tokenizer())] * 2),
+    ]
+    config = AutoConfig.from_pretrained(folders[1])
+    config.backbone_hidden_size = 24
+    other = shutil.copytree(folders[1], tmp_path / "other")
+    config.save_pretrained(other)
+    found = inspect_checkpoint(other, folders[0])
+    assert [check.what for check in found.checks if not check.fits] == ["hidden size"]
+    assert found.fits is False
+    with pytest.raises(ModelError, match="its hidden size is 24 but this target's is 16"):
+        check(folders[0], other)
+
+
+def test_an_assistant_alone_is_refused_before_its_tokenizer_is_missed(folders: tuple[str, str]) -> None:
+    with pytest.raises(ModelError, match="is an assistant, which drafts for another model and cannot answer alone"):
+        check(folders[1])

@@ -44,7 +44,7 @@ of multi-token prediction nor a mask token."""
 REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3", *STOCK)
 NAMES = [name for name in FAMILIES if name not in REFUSED]
 DRAFTERS = {
-    **dict.fromkeys(("plain", "lookup", "merged", "self", *HEAD_KINDS), "chain"),
+    **dict.fromkeys(("plain", "lookup", "merged", "self", "pard", *HEAD_KINDS), "chain"),
     **{tree: tree for tree in (*harness.POLICIES, "sage")},
 }
 """Kinds of drafters with their trees; the names of trees stand for draft models."""

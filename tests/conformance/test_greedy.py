@@ -5,26 +5,36 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
+from typing import Any
 
 import pytest
+from sampling_kit import PROMPT, small_model
 
 from families import FAMILIES, MAX_NEW_TOKENS, STOCK, VISUAL_FAMILIES
 from harness import (
+    FIRST,
     METHODS,
     POLICIES,
     answer,
     assert_equals_generate,
+    assert_one_shot,
     assert_partly_accepted,
     draft,
     engine,
     prompt,
     requests,
     run,
+    second_turn,
     target,
     tokens,
 )
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.suffix import SuffixDrafter
+from saccade.draft.trees.policy import Chain
+from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Drafts, Pacer, Trials
 from saccade.inputs.families.family import Prompt
@@ -182,3 +192,89 @@ def test_a_stale_rope_delta_on_the_module_does_no_harm(name: str) -> None:
         model.generate(**case.row_inputs("images2", row=1), max_new_tokens=2)
         assert model.base_model.rope_deltas.abs().sum() > 0
         assert answer(shared, prompt(name, kind)).tokens == case.reference(kind)[0]
+
+
+# --------------------------------------------------------------------------- SAGE
+
+SWITCHES: dict[str, SageTree] = {
+    "as published": SageTree(),
+    "own probabilities": SageTree(probability="own", threshold=0.2),
+    "same step": SageTree(lookahead=False),
+    "top probability": SageTree(signal="top"),
+    "last accepted node": SageTree(alpha_of="accepted"),
+    "no history": SageTree(window=0),
+    "few nodes": SageTree(total=6),
+}
+
+
+@cache
+def sage(name: str, switch: str = "as published") -> Engine:
+    return Engine(target(name), ModelDrafter(draft(name), SWITCHES[switch]))
+
+
+@pytest.mark.some_families
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_trees_of_sage_equal_generate(name: str, rows: int) -> None:
+    outputs = assert_equals_generate(sage(name), name, None, rows)
+    assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("switch", list(SWITCHES)[1:])
+@pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
+def test_every_switch_of_sage_leaves_the_tokens_alone(name: str, switch: str) -> None:
+    outputs = assert_equals_generate(sage(name, switch), name)
+    assert_partly_accepted(outputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_sizes_of_sage_bounded_for_accelerators_leave_the_tokens_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the host does not read how many nodes there are; padding takes their place."""
+    begin = SageSession.begin
+
+    def begun(*arguments: Any) -> Any:
+        growth: Any = begin(*arguments)
+        growth._exact = False
+        return growth
+
+    monkeypatch.setattr(SageSession, "begin", begun)
+    outputs = assert_equals_generate(sage(name), name)
+    monkeypatch.undo()
+    exact_sizes = sage(name).generate(requests(name), max_new_tokens=24)
+    assert [o.stats.drafted_tokens for o in outputs] == [o.stats.drafted_tokens for o in exact_sizes]
+
+
+# --------------------------------------------------------------------------- a draft model's tree and prompt lookup
+
+
+def merged(policy: str, total: int = 64) -> Engine:
+    drafter = ModelDrafter(draft("llava"), POLICIES[policy])
+    return Engine(target("llava"), MergedDrafter(drafter, PromptLookup(6), total))
+
+
+@pytest.mark.parametrize("total", [1, 5])
+def test_a_node_cap_of_a_merged_tree_changes_no_token(total: int) -> None:
+    outputs = assert_equals_generate(merged("static", total), "llava")
+    for stats in (output.stats for output in outputs):
+        assert stats.drafted_tokens <= total * (stats.target_passes + 1), "the pass that ends the prompt, too"
+
+
+def test_a_second_turn_with_merged_trees_goes_on() -> None:
+    session = merged("chain").open(1)
+    answer(session.engine, prompt("llava"), FIRST, session=session)
+    output = assert_one_shot(session, "llava", second_turn("llava", "image"))
+    assert output.stats.reused_tokens > 0
+
+
+def test_an_answer_that_repeats_the_prompt_is_copied_where_the_draft_model_is_lost() -> None:
+    """The draft model knows nothing of the target; what was said before is all that helps."""
+    stranger = ModelDrafter(Target(small_model(7)), Chain(3))
+    own = Target(small_model(1))
+    first = answer(Engine(own), Prompt(tuple(PROMPT)), 26)
+    again = Prompt((*PROMPT, *first.tokens))
+    both = MergedDrafter(stranger, PromptLookup(8))
+    outputs = [answer(Engine(own, drafter), again, 26) for drafter in (stranger, both)]
+    assert outputs[0].tokens == outputs[1].tokens
+    assert outputs[1].stats.target_passes < outputs[0].stats.target_passes

@@ -106,15 +106,15 @@ _CROPPED = {"size": {"shortest_edge": 28}, "crop_size": _SQUARE}
 _CLIP_TOKENS = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
-def _llava() -> Kit:
+def _llava(config: Any, images: Any, processor: Any, **pinpoints: Any) -> Kit:
     tok = tokenizer(["<image>"], bos=True)
-    config = hf.LlavaConfig(
+    made = config(
         vision_config=hf.CLIPVisionConfig(image_size=28, patch_size=7),
         text_config=hf.LlamaConfig(),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
+        **pinpoints,
     )
-    images = hf.CLIPImageProcessorPil(**_CROPPED)
-    return _kit(config, tok, images, LLAVA_TEMPLATE, hf.LlavaProcessor, **_CLIP_TOKENS)
+    return _kit(made, tok, images(**_CROPPED, **pinpoints), LLAVA_TEMPLATE, processor, **_CLIP_TOKENS)
 
 
 def _pixtral(merge: int) -> Kit:
@@ -131,19 +131,6 @@ def _pixtral(merge: int) -> Kit:
     template = chatml("[IMG]", bos="{{ bos_token }}")
     sizes = {"patch_size": 8, "spatial_merge_size": merge}
     return _kit(config, tok, images, template, PixtralProcessor, marks=("[IMG]", None), **sizes)
-
-
-def _llava_next() -> Kit:
-    tok = tokenizer(["<image>"], bos=True)
-    pinpoints = [[28, 56], [56, 28], [56, 56], [28, 84]]
-    config = hf.LlavaNextConfig(
-        vision_config=hf.CLIPVisionConfig(image_size=28, patch_size=7),
-        text_config=hf.LlamaConfig(),
-        image_token_index=tok.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=pinpoints,
-    )
-    images = hf.LlavaNextImageProcessorPil(**_CROPPED, image_grid_pinpoints=pinpoints)
-    return _kit(config, tok, images, LLAVA_TEMPLATE, hf.LlavaNextProcessor, **_CLIP_TOKENS)
 
 
 def _llava_onevision() -> Kit:
@@ -269,10 +256,15 @@ def _text() -> Kit:
 
 
 _BUILDERS: dict[str, Callable[[], Kit]] = {
-    "llava": _llava,
+    "llava": lambda: _llava(hf.LlavaConfig, hf.CLIPImageProcessorPil, hf.LlavaProcessor),
     "pixtral": lambda: _pixtral(1),
     "mistral3": lambda: _pixtral(2),
-    "llava_next": _llava_next,
+    "llava_next": lambda: _llava(
+        hf.LlavaNextConfig,
+        hf.LlavaNextImageProcessorPil,
+        hf.LlavaNextProcessor,
+        image_grid_pinpoints=[[28, 56], [56, 28], [56, 56], [28, 84]],
+    ),
     "llava_onevision": _llava_onevision,
     "qwen2_vl": lambda: _qwen(hf.Qwen2VLConfig, hf.Qwen2VLProcessor, "Qwen2VLVideoProcessor", 14),
     "qwen2_5_vl": lambda: _qwen(hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, "Qwen2VLVideoProcessor", 14),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 from kits import VIDEO, VISUAL, Kit, kit
 from PIL import Image
 from torchvision_free import patches_merge
@@ -16,6 +19,7 @@ from transformers.video_utils import VideoMetadata
 from saccade.inputs.families import check, family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.families.gemma import Gemma4Unified
+from saccade.inputs.families.llava import LlavaNext
 from saccade.inputs.media import Video
 from saccade.inputs.processor import InputProcessor
 from versions import OPACITY
@@ -193,3 +197,25 @@ def test_images_and_videos_of_one_row_stay_in_prompt_order(name: str) -> None:
     assert [m.digest for m in prompt.media] == [m.digest for p in alone for m in p.media]
     (again,) = split(k.config, {"input_ids": torch.tensor([prompt.ids]), **family_of(k.config).join(prompt.media)})
     assert_same_prompt(again, prompt)
+
+
+SIDE = st.integers(1, 3000)
+
+
+def anyres(name: str, height: int, width: int) -> int:
+    family = family_of(kit(name).config)
+    assert isinstance(family, LlavaNext)
+    pixels = torch.empty(1, math.prod(family.tile_grid(height, width)) + 1, 3, 28, 28)
+    return family.count("image", {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])})
+
+
+@given(SIDE, SIDE)
+def test_llava_next_counts_what_is_left_of_the_tiles(height: int, width: int) -> None:
+    theirs = kit("llava_next").theirs
+    assert anyres("llava_next", height, width) == theirs._get_number_of_features(height, width, 28, 28) - 1
+
+
+@given(SIDE, SIDE)
+def test_llava_onevision_shrinks_what_is_too_much(height: int, width: int) -> None:
+    theirs = kit("llava_onevision").theirs
+    assert anyres("llava_onevision", height, width) == theirs._get_number_of_features(height, width, 28, 28)

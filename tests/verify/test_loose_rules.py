@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from random_trees import NaiveTree, chains, draft_tree, trees
 from random_trees import judged as judged_by
 
+import harness
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree, branches_of
@@ -22,7 +23,6 @@ from saccade.errors import InputError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.options import RELEVANCES
-from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.token_blocks import ForwardOutput, Requirements
 from saccade.tree import DraftTree
@@ -212,10 +212,8 @@ def test_fly_takes_the_longest_branch_that_stands_as_a_chain(
 
 
 def engine(name: str, rule: Rule | None, policy: Any = None) -> tuple[Engine, list[Request]]:
-    case = FAMILIES[name]
-    drafter = ModelDrafter(Target(case.draft_model()), policy or Chain(8))
-    requests = [Request(p) for p in split(case.model().config, case.inputs("image", rows=3))]
-    return Engine(Target(case.model()), drafter, rule), requests
+    drafter = ModelDrafter(harness.draft(name), policy or Chain(8))
+    return Engine(harness.target(name), drafter, rule), harness.requests(name, "image")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from sampling_kit import LIKELY, NEW, PROMPT, SMALL, exact, histogram, p_value, small_hybrid, small_model
-from test_grammar import END, SCHEMA, Brackets, schema, tokenizer
-from test_request_trees import DEAD, FORM, LONG
+from test_grammar import END, Brackets, schema, tokenizer
+from test_request_trees import DEAD, GRAMMARS, LONG
 from torch import Tensor
 
 import harness
@@ -30,14 +30,12 @@ from saccade.draft.ensemble.weights import Fixed
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pard import PardDrafter
 from saccade.draft.pruning import Pruning
-from saccade.draft.suffix import SuffixDrafter
-from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.oneshot import OneShotTree
-from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree, branches_of
+from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.costs import Pacer
@@ -45,20 +43,10 @@ from saccade.engine.row import plan
 from saccade.grammar import Rollback
 from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
-from saccade.options import SuffixOptions
 from saccade.target_model.adapter import Target
 from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 
-TREES: dict[str, Any] = {
-    "chain": Chain(4),
-    "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]),
-    "branches": branches_of(3, 3),
-    "confident": ConfidentChain(5, 0.3),
-    "dynamic": DynamicTree(top=3, max_depth=4, total=12),
-    "width": WidthTree(),
-    "sage": SageTree(),
-    "oneshot": OneShotTree(max_depth=7),
-}
+TREES: dict[str, Any] = {**harness.TREES, "deep": OneShotTree(max_depth=7)}
 EVEN = Pruning(keep_by="uniform", keep_images=0.5)
 
 
@@ -76,38 +64,34 @@ class Planned(Pacer):
         return next(self._planned) != 2
 
 
-def views(name: str) -> list[Any]:
-    return [Pruned(EVEN), TextOnly(harness.draft(name).config, Numerals()), Multimodal()]
+def by(kind: str, policy: str) -> Callable[[str], Any]:
+    """A drafter of the kinds of all tests, except that heads' weights are all random."""
+    if kind in HEAD_KINDS:
+        return lambda name: HeadDrafter(random_head(name, kind), harness.target(name), TREES[policy])
+    return lambda name: harness.DRAFTERS[kind](harness.target(name), harness.draft(name), TREES[policy])
 
 
-def by_model(policy: str) -> Callable[[str], Drafter]:
-    return lambda name: ModelDrafter(harness.draft(name), TREES[policy])
+def views(policy: str, *weighting: Any) -> Callable[[str], Drafter]:
+    def build(name: str) -> Drafter:
+        seen = [Pruned(EVEN), TextOnly(harness.draft(name).config, Numerals()), Multimodal()]
+        return EnsembleDrafter(harness.draft(name), TREES[policy], seen, *weighting)
 
-
-def by_head(kind: str, policy: str) -> Callable[[str], Drafter]:
-    return lambda name: HeadDrafter(random_head(name, kind), harness.target(name), TREES[policy])
-
-
-def ensemble(policy: str, *weighting: Any) -> Callable[[str], Drafter]:
-    return lambda name: EnsembleDrafter(harness.draft(name), TREES[policy], views(name), *weighting)
+    return build
 
 
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "grammar": lambda name: NullDrafter(),
-    "lookup": lambda name: PromptLookup(),
-    "suffix": lambda name: SuffixDrafter(SuffixOptions()),
-    "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), TREES["dynamic"]), PromptLookup(6)),
-    **{policy: by_model(policy) for policy in TREES},
-    "views": ensemble("chain"),
-    "weighed views": ensemble("dynamic", Fixed()),
-    "views in a static tree": ensemble("static"),
+    **{kind: by(kind, "dynamic") for kind in ("lookup", "suffix", "merged", *HEAD_KINDS)},
+    **{policy: by("model", policy) for policy in harness.TREES},
+    "views": views("chain"),
+    "weighed views": views("dynamic", Fixed()),
+    "views in a static tree": views("static"),
     "pruned": lambda name: EnsembleDrafter(harness.draft(name), TREES["static"], [Pruned(EVEN)]),
     "self": lambda name: EnsembleDrafter(harness.target(name), TREES["sage"], [Pruned(EVEN)]),
-    "pard": lambda name: PardDrafter(harness.draft(name), Chain(4), mask=7),
+    "pard": by("pard", "chain"),
     "pard oneshot": lambda name: PardDrafter(harness.draft(name), OneShotTree(total=6, floor=0.0, max_depth=4), mask=7),
-    **{kind: by_head(kind, "dynamic") for kind in HEAD_KINDS},
-    **{f"{kind} chain": by_head(kind, "chain") for kind in HEAD_KINDS},
-    "dflash oneshot": by_head("dflash", "oneshot"),
+    **{f"{kind} chain": by(kind, "chain") for kind in HEAD_KINDS},
+    "dflash oneshot": by("dflash", "deep"),
 }
 LOSSY = {"lvspec": LVSpec(), "fly": FLy(), "random": RandomLoosening()}
 
@@ -142,22 +126,16 @@ class Asked:
 def alone(under: Engine, asked: Asked, rows: int = 1) -> Row:
     batch = under.open(rows)
     row = asked.add(batch)
-    while not batch.is_idle:
-        batch.step()
+    harness.drain(batch)
     return row
 
 
-def grammars() -> dict[str, Callable[[], Rollback]]:
-    array = {"type": "array", "items": {"enum": ["a", "ab", 12, None]}, "maxItems": 4}
-    return {
-        "form": lambda: schema(FORM),
-        "long": lambda: schema(LONG),
-        "choice": lambda: schema({"enum": ["one", "two", "oneself"]}),
-        "spaced": lambda: schema(SCHEMA, whitespace=True),
-        "array": lambda: schema(array),
-        "dead": lambda: schema(DEAD),
-        "brackets": Brackets,
-    }
+FORMS = {
+    **GRAMMARS,
+    "long": lambda: schema(LONG),
+    "choice": lambda: schema({"enum": ["one", "two", "oneself"]}),
+    "dead": lambda: schema(DEAD),
+}
 
 
 def words(text: str) -> list[int]:
@@ -167,14 +145,14 @@ def words(text: str) -> list[int]:
 @cache
 def requests(name: str = "llava", new: int = 44) -> tuple[Asked, ...]:
     """Of every kind, in an order in which neighbours differ."""
-    case, forms = FAMILIES[name], grammars()
+    case = FAMILIES[name]
     prompts = [p for kind in case.kinds for p in harness.prompts(case, case.inputs(kind, rows=3))]
     options: dict[str, Any] = {"max_new_tokens": new, "eos_token_id": END}
     made = list[Asked]()
 
     def ask(*names: str, prediction: tuple[int, ...] = (), **more: Any) -> Asked:
         prompt = prompts[len(made) % len(prompts)]
-        made.append(Asked(prompt, options | more, len(made), prediction, grammars=tuple(forms[n] for n in names)))
+        made.append(Asked(prompt, options | more, len(made), prediction, grammars=tuple(FORMS[n] for n in names)))
         return made[-1]
 
     ask("form")
@@ -235,8 +213,7 @@ def test_the_trees_of_request_drafts_are_traced(method: str) -> None:
         batch = engine(method).open(1)
         batch.trace = True
         row = asked.add(batch)
-        while not batch.is_idle:
-            batch.step()
+        harness.drain(batch)
         guessed = 0
         for step in row.steps:
             drafted = [token for token, mark in zip(step.tokens, step.marks, strict=True) if mark == "draft"]
@@ -319,8 +296,7 @@ def test_a_grammar_s_own_error_ends_its_row_where_plain_decoding_meets_it(method
     batch, asked = engine(method).open(2), requests()
     bad = Asked(asked[1].prompt, {"max_new_tokens": 30, "eos_token_id": END}, grammars=(Unsound,))
     rows = [bad.add(batch), asked[0].add(batch)]
-    while not batch.is_idle:
-        batch.step()
+    harness.drain(batch)
     expected = alone(engine("plain"), bad)
     assert type(rows[0].error) is type(expected.error)
     assert rows[0].output == expected.output
@@ -337,8 +313,7 @@ def test_later_turns_of_a_conversation_keep_to_plain_decoding(method: str) -> No
             row = Asked(prompts[place], {"max_new_tokens": 20 + turn}, grammars=asked[(0, 5, 2)[turn]].grammars).add(
                 batch
             )
-            while not batch.is_idle:
-                batch.step()
+            harness.drain(batch)
             answers.append(row.output)
             prompts[place] = Prompt((*prompts[place].ids, *row.output, 30 + turn, 41), prompts[place].media)
         assert answers[0] == answers[1]
@@ -373,8 +348,7 @@ def test_what_is_forced_in_other_rows_takes_nothing_from_a_row(method: str) -> N
     asked = [replace(each, prompt=prompts[seed], seed=seed) for seed, each in enumerate(asked)]
     batch = under.open(4)
     rows = [each.add(batch) for each in asked]
-    while not batch.is_idle:
-        batch.step()
+    harness.drain(batch)
     assert_as_alone(dict(enumerate(rows)), lambda number: alone(under, asked[number]))
 
 
