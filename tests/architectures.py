@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,22 +165,13 @@ def case(
     name: str,
     image: Medium | None = None,
     *,
-    several: Medium | None = None,
     video: Medium | None = None,
     collate: Collate = _concatenated,
     types: str | None = None,
-    salt: int = 0,
     **more: Any,
 ) -> FamilyCase:
     """A case of one architecture; arguments as of `FamilyCase` and `tiny`."""
-    return FamilyCase(name, lambda layers: tiny(name, **more), image, several, video, collate, types, salt)
-
-
-_GRIDS = {"video": _qwen_video(), "types": "mm_token_type_ids"}
-_CASES = (
-    # squares of pixels
-    case("aya_vision", _square_image(4, 16)),
-)
+    return FamilyCase(name, lambda layers: tiny(name, **more), image, None, video, collate, types)
 
 
 class _Unlike(FamilyCase):
@@ -341,30 +332,353 @@ def _glm(name: str) -> FamilyCase:
     return _ImagesInVideos(name, lambda layers: build(), _qwen_image, video=video, types="mm_token_type_ids")
 
 
-def _with(medium: Medium, **more: Tensor) -> Medium:
-    """The same medium with further forward arguments."""
+def _changed(medium: Medium, change: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Medium:
+    """The same medium with other tensors."""
 
     def build(generator: torch.Generator, variant: int) -> Piece:
         piece = medium(generator, variant)
-        return Piece(piece.ids, {**piece.tensors, **more})
+        return Piece(piece.ids, change(piece.tensors))
 
     return build
+
+
+def _with(medium: Medium, **more: Tensor) -> Medium:
+    return _changed(medium, lambda tensors: {**tensors, **more})
+
+
+def _pixels(medium: Medium, change: Callable[[Tensor], Tensor]) -> Medium:
+    return _changed(medium, lambda tensors: {k: change(t) if "pixel" in k else t for k, t in tensors.items()})
 
 
 def _without_time(medium: Medium) -> Medium:
     """The same medium with patches of a single frame."""
+    return _pixels(medium, lambda t: t[:, : t.shape[1] // 2])
 
-    def build(generator: torch.Generator, variant: int) -> Piece:
-        piece = medium(generator, variant)
-        tensors = {name: t[:, : t.shape[1] // 2] if "pixel" in name else t for name, t in piece.tensors.items()}
-        return Piece(piece.ids, tensors)
 
-    return build
+def _unflattened(medium: Medium) -> Medium:
+    """The same medium with patches ``[n, 3, 4, 4]``."""
+    return _pixels(medium, lambda t: t.unflatten(1, (3, 4, 4)))
 
 
 _unmerged_image, _unmerged_video = _without_time(_qwen_image), _without_time(_qwen_video())
 _STAMPED: dict[str, Any] = {"video": _qwen_video(timestamps=True), "types": "mm_token_type_ids"}
-_GRID_CASES = (
+
+
+def _padded_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Patches padded to 24 with a mask (LFM2-VL)."""
+    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
+    count = height * width
+    tensors = {
+        "pixel_values": _pad_to(_noise(generator, 1, count, 3 * 4**2), (1, 24, 3 * 4**2)),
+        "pixel_attention_mask": (torch.arange(24) < count).long()[None],
+        "spatial_shapes": torch.tensor([[height, width]]),
+    }
+    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
+
+
+def _strip(merged: int, kind: str = "image") -> Medium:
+    """Patches in one long strip, of which ``merged`` become a token (MiniCPM-V); a video has two frames of one size."""
+    end, frames = ("", 1) if kind == "image" else ("_videos", 2)
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        height, width = [(8, 8), (4, 8), (8, 4)][variant % 3]
+        one = (VISION_START, *({"image": IMAGE, "video": VIDEO}[kind],) * (height * width // merged), VISION_END)
+        tensors = {
+            f"pixel_values{end}": _noise(generator, 1, 3, 4, 4 * frames * height * width),
+            f"target_sizes{end}": torch.tensor([[height, width]] * frames),
+        }
+        return Piece(one * frames, tensors)
+
+    return build
+
+
+def _strips(rows: list[Row]) -> Inputs:
+    names = ("pixel_values", "target_sizes", "pixel_values_videos", "target_sizes_videos")
+    media = {name: _media(rows, name) for name in names}
+    return {name: torch.cat(parts, -1 if "pixel" in name else 0) for name, parts in media.items() if parts}
+
+
+def _flat_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Patches of all images one after another (Nemotron-H Omni)."""
+    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
+    count = height * width
+    tensors = {"pixel_values": _noise(generator, count, 3 * 4**2), "image_grid_hw": torch.tensor([[height, width]])}
+    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
+
+
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+_STRIPS: dict[str, Any] = {
+    "collate": _strips,
+    "text_config": {**_DELTA, "num_hidden_layers": 3, "rope_parameters": _INTERLEAVED_MROPE},
+}
+
+
+def _clip_frames(generator: torch.Generator, variant: int) -> Piece:
+    """Three frames with a class token each (Video-LLaVA)."""
+    return Piece((VIDEO,) * 51, {"pixel_values_videos": _noise(generator, 1, 3, 3, 16, 16)})
+
+
+_PERCEIVER = {
+    "hidden_size": 64,
+    "resampler_n_latents": 4,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 16,
+    "num_key_value_heads": 2,
+}
+
+
+def _paired_frames(generator: torch.Generator, variant: int) -> Piece:
+    """Two frames to a token (Ernie 4.5)."""
+    grid = [(2, 4, 6), (4, 4, 4), (2, 6, 4)][variant % 3]
+    values = _noise(generator, math.prod(grid), 3 * 4**2)
+    ids = (VISION_START, *(VIDEO,) * (math.prod(grid) // 8), VISION_END)
+    return Piece(ids, {"pixel_values_videos": values, "video_grid_thw": torch.tensor([grid])})
+
+
+def _experts_by_kind(rows: list[Row]) -> Inputs:
+    """Media after one another, and which tokens go to the experts for pictures (Ernie 4.5)."""
+    ids = torch.tensor([[token for piece in rows[0] for token in piece.ids]])
+    visual = torch.tensor([IMAGE, VIDEO, VISION_START, VISION_END])
+    return {**_concatenated(rows), "moe_mm_token_type_ids": torch.isin(ids, visual).long()}
+
+
+def _lined_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Rows of tokens with a newline each, between two more tokens of the picture (HunYuan-VL)."""
+    grid = [(1, 4, 6), (1, 4, 4), (1, 2, 6)][variant % 3]
+    tokens = grid[1] // 2 * (grid[2] // 2 + 1) + 2
+    values = _noise(generator, math.prod(grid), 3 * 4**2)
+    ids = (VISION_START, *(IMAGE,) * tokens, VISION_END)
+    return Piece(ids, {"pixel_values": values, "image_grid_thw": torch.tensor([grid])})
+
+
+def _fuyu_image(generator: torch.Generator, variant: int) -> Piece:
+    """Flat patches of one picture (Fuyu)."""
+    return Piece((IMAGE,) * 8, {"pixel_values": _noise(generator, 1, 8, 3 * 4**2)})
+
+
+def _tiles(generator: torch.Generator, variant: int) -> Piece:
+    """One or two tiles of a picture (Granite Docling)."""
+    count = 1 + variant % 2
+    tensors = {
+        "pixel_values": _noise(generator, 1, count, 3, 16, 16),
+        "pixel_attention_mask": torch.ones(1, count, dtype=torch.bool),
+    }
+    return Piece((IMAGE,) * (4 * count), tensors)
+
+
+def _tiles_of_a_row(rows: list[Row]) -> Inputs:
+    media = {name: _media(rows, name) for name in ("pixel_values", "pixel_attention_mask")}
+    return {name: torch.cat(parts, 1) for name, parts in media.items() if parts}
+
+
+_CODES = {f"IMGIMG{chr(65 + code)}Z": FIRST_WORD + code for code in range(8)}
+"""Names of a picture's codes in the vocabulary of models that quantise pictures."""
+_VQ = {"num_embeddings": 8, "embed_dim": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]}
+
+
+def _coded_image(generator: torch.Generator, variant: int) -> Piece:
+    """A code for every four pixels, and one more at the end of a row (Emu3)."""
+    rows, columns = [(3, 4), (4, 2), (2, 3)][variant % 3]
+    tensors = {
+        "pixel_values": _noise(generator, 1, 3, 2 * rows, 2 * columns),
+        "image_sizes": torch.tensor([[2 * rows, 2 * columns]]),
+    }
+    return Piece((VISION_START, *(IMAGE,) * (rows * (columns + 1)), VISION_END), tensors)
+
+
+def _two_tiles(name: str, token: int) -> Medium:
+    """Two tiles of an image, or two frames (Perception LM)."""
+    return lambda generator, variant: Piece((token,) * 8, {name: _noise(generator, 1, 2, 3, 16, 16)})
+
+
+_CASES = (
+    # squares of pixels
+    case("aya_vision", _square_image(4, 16)),
+    case("aria", _square_image(8, 16), projector_patch_to_query_dict={16: 8}),
+    case("cohere2_vision", _square_image(4, 16), alignment_intermediate_size=64),
+    case("deepseek_vl", _square_image(16, 16)),
+    case("idefics2", _square_image(4, 16, wrapped=True, masked=True), collate=_by_row, perceiver_config=_PERCEIVER),
+    case("lighton_ocr", _pixtral_image(4, 2), spatial_merge_size=2),
+    case(
+        "ovis2",
+        _square_image(16, 16, wrapped=True),
+        vision_config={"vocab_size": 40},
+        visual_indicator_token_ids=[VISION_START, VISION_END, IMAGE_BREAK, IMAGE_END, VIDEO],
+        hidden_size=64,
+        vocab_size=VOCAB,
+    ),
+    case(
+        "qianfan_ocr",
+        _square_image(4, 16, wrapped=True),
+        vision_config={"image_size": [16, 16], "patch_size": [4, 4]},
+    ),
+    case(
+        "video_llava",
+        _changed(_square_image(16, 16), lambda tensors: {"pixel_values_images": tensors["pixel_values"]}),
+        video=_clip_frames,
+    ),
+    case("vipllava", _square_image(16, 16), vision_feature_layers=[-1, -2]),
+    case(
+        "hunyuan_vl",
+        _lined_patches,
+        types="mm_token_type_ids",
+        text_config={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}},
+        vision_config={
+            "text_hidden_size": 64,
+            "num_key_value_heads": 2,
+            "max_image_size": 64,
+            "temporal_patch_size": 1,
+        },
+    ),
+    case(
+        "janus",
+        _square_image(16, 16),
+        vision_config={"projection_dim": 64},
+        vq_config={
+            "base_channels": 32,
+            "num_embeddings": 16,
+            "embed_dim": 8,
+            "latent_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+        },
+    ),
+    case("fuyu", _fuyu_image, image_size=16, patch_size=4),
+    case(
+        "granite_docling",
+        _tiles,
+        collate=_tiles_of_a_row,
+        vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
+    ),
+    # a picture's features enter in front of several layers
+    case(
+        "granite4_vision",
+        _anyres_image,
+        image_grid_pinpoints=ANYRES_PINPOINTS,
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-2, 2], [-1, 0]],
+        spatial_target_layers=[1, 3],
+        text_config={"model_type": "granite4_vision_text", "num_hidden_layers": 4},
+        vision_config={"hidden_size": 64, "patch_size": 2},
+        qformer_config={"use_qformer_text_input": False, "cross_attention_frequency": 1},
+    ),
+    case(
+        "emu3",
+        _coded_image,
+        vocabulary_map={
+            "<image>": IMAGE,
+            "<|extra_200|>": IMAGE_BREAK,
+            **{f"<|visual token {code:06}|>": FIRST_WORD + code for code in range(8)},
+        },
+        vq_config={
+            "codebook_size": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [],
+        },
+    ),
+    case(
+        "muse_spark",
+        _qwen_image,
+        video=_qwen_video(),
+        projector_hidden_size=32,
+        out_hidden_size=128,
+        text_config={
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 0, 10000.0, 0],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 16,
+            "moe_hidden_size": 32,
+        },
+        vision_config={"pos_emb_height": 4, "pos_emb_width": 4},
+        audio_config={"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
+    ),
+    # with towers of transformers in place of timm's
+    case(
+        "fast_vlm",
+        _square_image(16, 16),
+        vision_config={"model_type": "sam_vision_model", **_SAM, "image_size": 16},
+    ),
+    case(
+        "perception_lm",
+        _two_tiles("pixel_values", IMAGE),
+        video=_two_tiles("pixel_values_videos", VIDEO),
+        projector_pooling_ratio=2,
+        vision_config={"model_type": "clip_vision_model", "model_args": {"embed_dim": 32}},
+    ),
+    # refused by the names of their layers
+    case("inkling2", vision_config={"text_hidden_size": 64}),
+    case(
+        "dots3_note",
+        text_config={"num_key_value_heads": 4},
+        vision_config={"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 32, "adapter_out_dim": 64},
+        audio_config={"adapter_input_size": 32, "adapter_out_dim": 64},
+    ),
+    *(case(name, _square_image(16, 64), vision_config=_SAM) for name in ("got_ocr2", "pp_chart2table")),
+    case(
+        "chameleon",
+        _square_image(64, 16),
+        vocabulary_map={"<image>": IMAGE, **_CODES},
+        vq_config={**_VQ, "resolution": 16, "num_res_blocks": 1},
+    ),
+    case(
+        "deepseek_vl_hybrid",
+        _with(_square_image(16, 16), high_res_pixel_values=torch.linspace(-1, 1, 3 * 32**2).view(1, 3, 32, 32)),
+        high_res_vision_config={
+            "image_size": 32,
+            "output_channels": 32,
+            "window_size": 4,
+            "global_attn_indexes": [1],
+            "num_pos_feats": 16,
+            "mlp_dim": 48,
+        },
+    ),
+    case(
+        "shieldgemma2",
+        _square_image(16, 16, wrapped=True),
+        types="token_type_ids",
+        mm_tokens_per_image=16,
+        vision_config={"patch_size": 2, "vision_use_head": False},
+        text_config={"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    case(
+        "paligemma",
+        _square_image(16, 16),
+        types="token_type_ids",
+        vision_config={"projection_dim": 64},
+        projection_dim=64,
+        hidden_size=64,
+    ),
+    case(
+        "kimi_k25",
+        _unflattened(_unmerged_image),  # no video, at which transformers 5.23 itself fails
+        text_config={"num_key_value_heads": 4, "num_hidden_layers": 3},
+        vision_config={"pos_emb_height": 8, "pos_emb_width": 8},
+        projection_hidden_size=32,
+    ),
+    case(
+        "paddleocr_vl",
+        _unflattened(_unmerged_image),
+        types="mm_token_type_ids",
+        text_config={"rope_parameters": _MROPE},
+    ),
+    case(
+        "ernie4_5_vl_moe",
+        _unmerged_image,
+        video=_paired_frames,
+        collate=_experts_by_kind,
+        types="mm_token_type_ids",
+        text_config={
+            "num_hidden_layers": 3,  # so that attention follows the experts
+            "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [32, 16],
+        },
+    ),
+    case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=128),
+    case("minimax_m3_vl"),
     *(_glm(name) for name in ("glm4v", "glm46v", "glmga", "glm4v_moe", "glm_ocr")),
     case("hyperclovax_vision_v2", _qwen_image, video=_qwen_video()),
     case("exaone4_5", _qwen_image, video=_qwen_video()),
@@ -405,8 +719,69 @@ _GRID_CASES = (
         **{**_STAMPED, "video": _without_time(_STAMPED["video"])},
         text_config={"rope_parameters": _INTERLEAVED_MROPE},
     ),
-)
-_OTHER_CASES = (
+    case("lfm2_vl", _padded_patches, collate=_concatenated, vision_config={"num_patches": 16}, text_config=_CONV),
+    case(
+        "lfm3_vl",
+        _qwen_image,
+        video=_qwen_video(),
+        text_config={
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+        },
+        vision_config={"layer_types": ["conv", "full_attention"], "temporal_patch_size": 2},
+    ),
+    case(
+        "nemotron_h_omni",
+        _flat_patches,  # no video, at which transformers 5.23 itself fails
+        vision_hidden_size=32,
+        projector_hidden_size=32,
+        vision_config={"max_img_size": 64, "video_temporal_patch_size": 2},
+        text_config={
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    # recurrent layers among kinds that are refused by name
+    case(
+        "qwen4_exp",
+        text_config={
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+    case(
+        "glm5_next",
+        text_config={
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+        },
+    ),
+    case("inkling_mm_model"),
+    case("minicpmv4_6", _strip(16), video=_strip(16, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
+    case("minicpm_ocr", _strip(4), video=_strip(4, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
+    case(
+        "minicpmv4_7",
+        _strip(16),
+        video=_strip(16, "video"),
+        types="mm_token_type_ids",
+        image_start_id=VISION_START,
+        image_end_id=VISION_END,
+        slice_start_id=IMAGE_BREAK,
+        slice_end_id=IMAGE_END,
+        newline_id=FIRST_WORD,
+        vision_config={"insert_layer_id": 0},
+        **_STRIPS,
+    ),
     # chunked attention, and a temperature that rises with the position
     case(
         "llama4",
@@ -540,431 +915,7 @@ _OTHER_CASES = (
     _unlike("evolla"),
     *(_unlike(name) for name in ("blip", "blip-2", "instructblip", "instructblipvideo")),
 )
-
-
-def _padded_patches(generator: torch.Generator, variant: int) -> Piece:
-    """Patches padded to 24 with a mask (LFM2-VL)."""
-    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
-    count = height * width
-    tensors = {
-        "pixel_values": _pad_to(_noise(generator, 1, count, 3 * 4**2), (1, 24, 3 * 4**2)),
-        "pixel_attention_mask": (torch.arange(24) < count).long()[None],
-        "spatial_shapes": torch.tensor([[height, width]]),
-    }
-    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
-
-
-def _strip(merged: int, kind: str = "image") -> Medium:
-    """Patches in one long strip, of which ``merged`` become a token (MiniCPM-V); a video has two frames of one size."""
-    end, frames = ("", 1) if kind == "image" else ("_videos", 2)
-
-    def build(generator: torch.Generator, variant: int) -> Piece:
-        height, width = [(8, 8), (4, 8), (8, 4)][variant % 3]
-        one = (VISION_START, *({"image": IMAGE, "video": VIDEO}[kind],) * (height * width // merged), VISION_END)
-        tensors = {
-            f"pixel_values{end}": _noise(generator, 1, 3, 4, 4 * frames * height * width),
-            f"target_sizes{end}": torch.tensor([[height, width]] * frames),
-        }
-        return Piece(one * frames, tensors)
-
-    return build
-
-
-def _strips(rows: list[Row]) -> Inputs:
-    names = ("pixel_values", "target_sizes", "pixel_values_videos", "target_sizes_videos")
-    media = {name: _media(rows, name) for name in names}
-    return {name: torch.cat(parts, -1 if "pixel" in name else 0) for name, parts in media.items() if parts}
-
-
-def _flat_patches(generator: torch.Generator, variant: int) -> Piece:
-    """Patches of all images one after another (Nemotron-H Omni)."""
-    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
-    count = height * width
-    tensors = {"pixel_values": _noise(generator, count, 3 * 4**2), "image_grid_hw": torch.tensor([[height, width]])}
-    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
-
-
-_CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
-_STRIPS: dict[str, Any] = {
-    "collate": _strips,
-    "text_config": {**_DELTA, "num_hidden_layers": 3, "rope_parameters": _INTERLEAVED_MROPE},
-}
-_HYBRID_CASES = (
-    case("lfm2_vl", _padded_patches, collate=_concatenated, vision_config={"num_patches": 16}, text_config=_CONV),
-    case(
-        "lfm3_vl",
-        _qwen_image,
-        video=_qwen_video(),
-        text_config={
-            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
-            "num_hidden_layers": 4,
-            "sliding_window": 16,
-        },
-        vision_config={"layer_types": ["conv", "full_attention"], "temporal_patch_size": 2},
-    ),
-    case(
-        "nemotron_h_omni",
-        _flat_patches,  # no video, at which transformers 5.23 itself fails
-        vision_hidden_size=32,
-        projector_hidden_size=32,
-        vision_config={"max_img_size": 64, "video_temporal_patch_size": 2},
-        text_config={
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 16,
-            "n_groups": 2,
-            "moe_shared_expert_intermediate_size": 32,
-        },
-    ),
-    # recurrent layers among kinds that are refused by name
-    case(
-        "qwen4_exp",
-        text_config={
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 4,
-        },
-    ),
-    case(
-        "glm5_next",
-        text_config={
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "num_key_value_heads": 4,
-            "qk_rope_head_dim": 0,
-        },
-    ),
-    case("inkling_mm_model"),
-    case("minicpmv4_6", _strip(16), video=_strip(16, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
-    case("minicpm_ocr", _strip(4), video=_strip(4, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
-    case(
-        "minicpmv4_7",
-        _strip(16),
-        video=_strip(16, "video"),
-        types="mm_token_type_ids",
-        image_start_id=VISION_START,
-        image_end_id=VISION_END,
-        slice_start_id=IMAGE_BREAK,
-        slice_end_id=IMAGE_END,
-        newline_id=FIRST_WORD,
-        vision_config={"insert_layer_id": 0},
-        **_STRIPS,
-    ),
-)
-
-
-def _clip_frames(generator: torch.Generator, variant: int) -> Piece:
-    """Three frames with a class token each (Video-LLaVA)."""
-    return Piece((VIDEO,) * 51, {"pixel_values_videos": _noise(generator, 1, 3, 3, 16, 16)})
-
-
-def _renamed(medium: Medium, name: str) -> Medium:
-    """The same medium, whose pixels have another name."""
-
-    def build(generator: torch.Generator, variant: int) -> Piece:
-        piece = medium(generator, variant)
-        return Piece(piece.ids, {name: piece.tensors["pixel_values"]})
-
-    return build
-
-
-_PERCEIVER = {
-    "hidden_size": 64,
-    "resampler_n_latents": 4,
-    "resampler_depth": 1,
-    "resampler_n_heads": 2,
-    "resampler_head_dim": 16,
-    "num_key_value_heads": 2,
-}
-_SQUARE_CASES = (
-    case("aria", _square_image(8, 16), projector_patch_to_query_dict={16: 8}),
-    case("cohere2_vision", _square_image(4, 16), alignment_intermediate_size=64),
-    case("deepseek_vl", _square_image(16, 16)),
-    case("idefics2", _square_image(4, 16, wrapped=True, masked=True), collate=_by_row, perceiver_config=_PERCEIVER),
-    case("lighton_ocr", _pixtral_image(4, 2), spatial_merge_size=2),
-    case(
-        "ovis2",
-        _square_image(16, 16, wrapped=True),
-        vision_config={"vocab_size": 40},
-        visual_indicator_token_ids=[VISION_START, VISION_END, IMAGE_BREAK, IMAGE_END, VIDEO],
-        hidden_size=64,
-        vocab_size=VOCAB,
-    ),
-    case(
-        "qianfan_ocr",
-        _square_image(4, 16, wrapped=True),
-        vision_config={"image_size": [16, 16], "patch_size": [4, 4]},
-    ),
-    case("video_llava", _renamed(_square_image(16, 16), "pixel_values_images"), video=_clip_frames),
-    case("vipllava", _square_image(16, 16), vision_feature_layers=[-1, -2]),
-)
-
-
-def _unflattened(medium: Medium) -> Medium:
-    """The same medium with patches ``[n, 3, 4, 4]``."""
-
-    def build(generator: torch.Generator, variant: int) -> Piece:
-        piece = medium(generator, variant)
-        tensors = {name: t.unflatten(1, (3, 4, 4)) if "pixel" in name else t for name, t in piece.tensors.items()}
-        return Piece(piece.ids, tensors)
-
-    return build
-
-
-def _paired_frames(generator: torch.Generator, variant: int) -> Piece:
-    """Two frames to a token (Ernie 4.5)."""
-    grid = [(2, 4, 6), (4, 4, 4), (2, 6, 4)][variant % 3]
-    values = _noise(generator, math.prod(grid), 3 * 4**2)
-    ids = (VISION_START, *(VIDEO,) * (math.prod(grid) // 8), VISION_END)
-    return Piece(ids, {"pixel_values_videos": values, "video_grid_thw": torch.tensor([grid])})
-
-
-def _experts_by_kind(rows: list[Row]) -> Inputs:
-    """Media after one another, and which tokens go to the experts for pictures (Ernie 4.5)."""
-    ids = torch.tensor([[token for piece in rows[0] for token in piece.ids]])
-    visual = torch.tensor([IMAGE, VIDEO, VISION_START, VISION_END])
-    return {**_concatenated(rows), "moe_mm_token_type_ids": torch.isin(ids, visual).long()}
-
-
-_MORE_GRID_CASES = (
-    case(
-        "kimi_k25",
-        _unflattened(_unmerged_image),  # no video, at which transformers 5.23 itself fails
-        text_config={"num_key_value_heads": 4, "num_hidden_layers": 3},
-        vision_config={"pos_emb_height": 8, "pos_emb_width": 8},
-        projection_hidden_size=32,
-    ),
-    case(
-        "paddleocr_vl",
-        _unflattened(_unmerged_image),
-        types="mm_token_type_ids",
-        text_config={"rope_parameters": _MROPE},
-    ),
-    case(
-        "ernie4_5_vl_moe",
-        _unmerged_image,
-        video=_paired_frames,
-        collate=_experts_by_kind,
-        types="mm_token_type_ids",
-        text_config={
-            "num_hidden_layers": 3,  # so that attention follows the experts
-            "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
-            "moe_intermediate_size": [32, 16],
-        },
-    ),
-    case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=128),
-    case("minimax_m3_vl"),
-)
-_MORE_SQUARE_CASES = (
-    case(
-        "deepseek_vl_hybrid",
-        _with(_square_image(16, 16), high_res_pixel_values=torch.linspace(-1, 1, 3 * 32**2).view(1, 3, 32, 32)),
-        high_res_vision_config={
-            "image_size": 32,
-            "output_channels": 32,
-            "window_size": 4,
-            "global_attn_indexes": [1],
-            "num_pos_feats": 16,
-            "mlp_dim": 48,
-        },
-    ),
-    case(
-        "shieldgemma2",
-        _square_image(16, 16, wrapped=True),
-        types="token_type_ids",
-        mm_tokens_per_image=16,
-        vision_config={"patch_size": 2, "vision_use_head": False},
-        text_config={"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    case(
-        "paligemma",
-        _square_image(16, 16),
-        types="token_type_ids",
-        vision_config={"projection_dim": 64},
-        projection_dim=64,
-        hidden_size=64,
-    ),
-)
-
-
-def _lined_patches(generator: torch.Generator, variant: int) -> Piece:
-    """Rows of tokens with a newline each, between two more tokens of the picture (HunYuan-VL)."""
-    grid = [(1, 4, 6), (1, 4, 4), (1, 2, 6)][variant % 3]
-    tokens = grid[1] // 2 * (grid[2] // 2 + 1) + 2
-    values = _noise(generator, math.prod(grid), 3 * 4**2)
-    ids = (VISION_START, *(IMAGE,) * tokens, VISION_END)
-    return Piece(ids, {"pixel_values": values, "image_grid_thw": torch.tensor([grid])})
-
-
-def _fuyu_image(generator: torch.Generator, variant: int) -> Piece:
-    """Flat patches of one picture (Fuyu)."""
-    return Piece((IMAGE,) * 8, {"pixel_values": _noise(generator, 1, 8, 3 * 4**2)})
-
-
-def _tiles(generator: torch.Generator, variant: int) -> Piece:
-    """One or two tiles of a picture (Granite Docling)."""
-    count = 1 + variant % 2
-    tensors = {
-        "pixel_values": _noise(generator, 1, count, 3, 16, 16),
-        "pixel_attention_mask": torch.ones(1, count, dtype=torch.bool),
-    }
-    return Piece((IMAGE,) * (4 * count), tensors)
-
-
-def _tiles_of_a_row(rows: list[Row]) -> Inputs:
-    media = {name: _media(rows, name) for name in ("pixel_values", "pixel_attention_mask")}
-    return {name: torch.cat(parts, 1) for name, parts in media.items() if parts}
-
-
-_LAST_CASES = (
-    case(
-        "hunyuan_vl",
-        _lined_patches,
-        types="mm_token_type_ids",
-        text_config={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}},
-        vision_config={
-            "text_hidden_size": 64,
-            "num_key_value_heads": 2,
-            "max_image_size": 64,
-            "temporal_patch_size": 1,
-        },
-    ),
-    case(
-        "janus",
-        _square_image(16, 16),
-        vision_config={"projection_dim": 64},
-        vq_config={
-            "base_channels": 32,
-            "num_embeddings": 16,
-            "embed_dim": 8,
-            "latent_channels": 32,
-            "channel_multiplier": [1, 1],
-            "num_res_blocks": 1,
-        },
-    ),
-    case("fuyu", _fuyu_image, image_size=16, patch_size=4),
-    case(
-        "granite_docling",
-        _tiles,
-        collate=_tiles_of_a_row,
-        vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
-    ),
-)
-_CODES = {f"IMGIMG{chr(65 + code)}Z": FIRST_WORD + code for code in range(8)}
-"""Names of a picture's codes in the vocabulary of models that quantise pictures."""
-_VQ = {"num_embeddings": 8, "embed_dim": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]}
-_QUANTISED_CASES = (
-    *(case(name, _square_image(16, 64), vision_config=_SAM) for name in ("got_ocr2", "pp_chart2table")),
-    case(
-        "chameleon",
-        _square_image(64, 16),
-        vocabulary_map={"<image>": IMAGE, **_CODES},
-        vq_config={**_VQ, "resolution": 16, "num_res_blocks": 1},
-    ),
-)
-
-
-def _coded_image(generator: torch.Generator, variant: int) -> Piece:
-    """A code for every four pixels, and one more at the end of a row (Emu3)."""
-    rows, columns = [(3, 4), (4, 2), (2, 3)][variant % 3]
-    tensors = {
-        "pixel_values": _noise(generator, 1, 3, 2 * rows, 2 * columns),
-        "image_sizes": torch.tensor([[2 * rows, 2 * columns]]),
-    }
-    return Piece((VISION_START, *(IMAGE,) * (rows * (columns + 1)), VISION_END), tensors)
-
-
-def _two_tiles(name: str, token: int) -> Medium:
-    """Two tiles of an image, or two frames (Perception LM)."""
-    return lambda generator, variant: Piece((token,) * 8, {name: _noise(generator, 1, 2, 3, 16, 16)})
-
-
-_NEWEST_CASES = (
-    # a picture's features enter in front of several layers
-    case(
-        "granite4_vision",
-        _anyres_image,
-        image_grid_pinpoints=ANYRES_PINPOINTS,
-        downsample_rate="1/2",
-        deepstack_layer_map=[[-2, 2], [-1, 0]],
-        spatial_target_layers=[1, 3],
-        text_config={"model_type": "granite4_vision_text", "num_hidden_layers": 4},
-        vision_config={"hidden_size": 64, "patch_size": 2},
-        qformer_config={"use_qformer_text_input": False, "cross_attention_frequency": 1},
-    ),
-    case(
-        "emu3",
-        _coded_image,
-        vocabulary_map={
-            "<image>": IMAGE,
-            "<|extra_200|>": IMAGE_BREAK,
-            **{f"<|visual token {code:06}|>": FIRST_WORD + code for code in range(8)},
-        },
-        vq_config={
-            "codebook_size": 8,
-            "base_channels": 32,
-            "channel_multiplier": [1, 1],
-            "num_res_blocks": 1,
-            "attn_resolutions": [],
-        },
-    ),
-    case(
-        "muse_spark",
-        _qwen_image,
-        video=_qwen_video(),
-        projector_hidden_size=32,
-        out_hidden_size=128,
-        text_config={
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-            "layer_rope_theta": [10000.0, 0, 10000.0, 0],
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-            "sliding_window": 16,
-            "moe_hidden_size": 32,
-        },
-        vision_config={"pos_emb_height": 4, "pos_emb_width": 4},
-        audio_config={"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
-    ),
-    # with towers of transformers in place of timm's
-    case(
-        "fast_vlm",
-        _square_image(16, 16),
-        vision_config={"model_type": "sam_vision_model", **_SAM, "image_size": 16},
-    ),
-    case(
-        "perception_lm",
-        _two_tiles("pixel_values", IMAGE),
-        video=_two_tiles("pixel_values_videos", VIDEO),
-        projector_pooling_ratio=2,
-        vision_config={"model_type": "clip_vision_model", "model_args": {"embed_dim": 32}},
-    ),
-    # refused by the names of their layers
-    case("inkling2", vision_config={"text_hidden_size": 64}),
-    case(
-        "dots3_note",
-        text_config={"num_key_value_heads": 4},
-        vision_config={"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 32, "adapter_out_dim": 64},
-        audio_config={"adapter_input_size": 32, "adapter_out_dim": 64},
-    ),
-)
-ARCHITECTURES: dict[str, FamilyCase] = {
-    each.name: each
-    for each in (
-        *_CASES,
-        *_SQUARE_CASES,
-        *_LAST_CASES,
-        *_NEWEST_CASES,
-        *_QUANTISED_CASES,
-        *_MORE_SQUARE_CASES,
-        *_MORE_GRID_CASES,
-        *_GRID_CASES,
-        *_HYBRID_CASES,
-        *_OTHER_CASES,
-    )
-}
+ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in _CASES}
 """Architectures outside the conformance suite, by ``model_type``."""
 
 
