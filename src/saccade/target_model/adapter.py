@@ -453,10 +453,12 @@ class Target:
 
     def plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
-        positions, parts = self.positions_of(cache, blocks), []
-        ends = [_end(cache, block) for block in blocks if block.positions is None]
+        positions, parts, last = self.positions_of(cache, blocks), [], 0
+        has_logits_of_all = True
         for block in blocks:
-            lengths, count = [cache.lengths[row] for row in block.rows], block.count
+            lengths, count = list(map(cache.lengths.__getitem__, block.rows)), block.count
+            last = max(last, _end(cache, block) - 1) if block.positions is None else sys.maxsize
+            has_logits_of_all &= not block.logits_from
             masks = self.traits.masks.build(
                 lengths,
                 count,
@@ -469,15 +471,14 @@ class Target:
             )
             parts.append((block.rows, count, masks))
         layout = cache.plan_layout(parts)
-        if len(ends) == len(blocks):
-            layout.last = max(ends) - 1
+        layout.last = None if last == sys.maxsize else last
         if cache.states is not None:
             cache.states.plan(
                 [(b.rows, b.count, b.attention_mask, b.chain, cache.pending[b.rows[0]] - b.count) for b in blocks],
                 self.device,
             )
         cache.positions = positions
-        if not [block for block in blocks if block.logits_from]:
+        if has_logits_of_all:
             return layout, positions, None
         indices, start = [], 0
         for block in blocks:
@@ -502,7 +503,7 @@ class Target:
             return block.positions
         count, rows, depth = block.count, block.rows, block.depth
         deltas = block.rope_deltas or [0] * len(rows)
-        lengths = [cache.lengths[row] for row in rows]
+        lengths = list(map(cache.lengths.__getitem__, rows))
         first = list(map(add, lengths, deltas))
         is_even, end = min(first) == max(first), _end(cache, block)
         holds = self.traits.limits.holds(end)

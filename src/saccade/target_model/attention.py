@@ -280,8 +280,10 @@ def _is_faster_wide(dtype: torch.dtype) -> bool:
 def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
     """Group runs of spans at equal distances with equally many tokens and little padding; other spans stay alone."""
     if len(spans) == 1:
-        span = spans[0]
-        masks = {kind: _aligned(span.mask(kind)) for kind in span.masks}
+        span, masks = spans[0], dict[str, Tensor | None]()
+        for kind, mask in span.masks.items():
+            part = None if mask is None else mask[None, :, :, mask.shape[2] - span.visible :]
+            masks[kind] = part if part is None or part.is_cpu else _aligned(part)
         return [RowGroup(span.first, 1, span.count, span.start, 0, span.visible, masks)]
     groups, at = [], 0
     starts = [span.start for span in spans]

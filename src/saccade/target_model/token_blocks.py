@@ -28,11 +28,10 @@ class TokenBlock:
     positions: Tensor | None = None
     logits_from: int = 0  # first of the n tokens whose logits are computed; n for none
     chain: int = 0  # leading tokens that follow each other and are committed for certain
+    count: int = field(init=False)  # tokens of each row, n
 
-    @property
-    def count(self) -> int:
-        """Tokens of each row."""
-        return self.tokens.shape[1]
+    def __post_init__(self) -> None:
+        self.count = self.tokens.shape[1]
 
     def split_rows(self) -> Iterator[TokenBlock]:
         """One block per row."""
