@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from saccade.engine import Request, Run
 from saccade.inputs.media import MediaLimits
-from saccade.inputs.processor import MediaOptions
+from saccade.inputs.processor import DEFAULT_MEDIA, MediaOptions
 from saccade.output import Chunk, Output
 
 
@@ -91,8 +91,8 @@ class PromptOptions(GenerationOptions, total=False):
 def split_options(options: PromptOptions) -> tuple[MediaOptions, GenerationOptions]:
     """Options of reading, and the rest."""
     rest: Any = dict(options)
-    media = MediaOptions(**{name: rest.pop(name) for name in MediaOptions.__dataclass_fields__ if name in rest})
-    return media, rest
+    media = {name: rest.pop(name) for name in MediaOptions.__dataclass_fields__ if name in rest}
+    return MediaOptions(**media) if media else DEFAULT_MEDIA, rest
 
 
 class Stream:

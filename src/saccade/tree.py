@@ -140,10 +140,7 @@ def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
-    """Ancestor matrix ``[B, N, N]`` (a node counts as its own ancestor) of ``[B, N]`` parents.
-
-    By pointer doubling: from k generations of every node's ancestors follow 2k.
-    """
+    """Ancestor matrix ``[B, N, N]`` of ``[B, N]`` parents, by pointer doubling; a node counts as its own ancestor."""
     batch, count = parents.shape
     itself = torch.eye(count, dtype=torch.bool, device=parents.device)
     matrix = itself.expand(batch, -1, -1)

@@ -176,7 +176,7 @@ class InputProcessor:
         has_special = not self._family.reads_images or (bos is not None and text.startswith(bos))
         add_special_tokens = template is None or not has_special
         if self._family.is_known:
-            text, media = self._expand(text, slots, options.sampling)
+            text, media = self._expand(text, slots, options)
             if literal is None:
                 ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
             else:
@@ -373,7 +373,7 @@ class InputProcessor:
         text = question if literal is None else literal.mark_text(question)
         return "".join(self._family.raw.format(self._slots[s.kind]) for s in slots) + text
 
-    def _expand(self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]) -> tuple[str, list[Medium]]:
+    def _expand(self, text: str, slots: Sequence[Slot], options: MediaOptions) -> tuple[str, list[Medium]]:
         """Put every medium's tokens in the place of its placeholder."""
         family = self._family
         if not family.reads_images:
@@ -405,7 +405,7 @@ class InputProcessor:
                 media.append(family.medium("image", tensors))
                 continue
             video = next(videos)
-            settings = family.video_settings(self.video_settings, sampling)
+            settings = family.video_settings(self.video_settings, options.sampling)
             made = family.video_tensors(video, settings)
             word = token if family.frames_as_images else self._placeholders["video"]
             pieces[2 * i + 1] = family.expand_video(word, made, video, settings)

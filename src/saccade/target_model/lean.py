@@ -21,7 +21,7 @@ from torch import Tensor
 from saccade.target_model.attention import ALL, Layout
 from saccade.target_model.cache import RowCache
 from saccade.target_model.exact import ExactAttention, SteadyLinear, grids, make_steady, on_grid, pieces, steady_silu
-from saccade.target_model.executor import Executor
+from saccade.target_model.executor import Ahead, Executor
 from saccade.target_model.fusing import adapt_layer, fits, fuse_layer, guard_of, is_plain_lora
 from saccade.target_model.linear import AdaptedLinear, Linear, WeightWatch, pack_where_faster
 from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
@@ -286,6 +286,13 @@ class LeanExecutor(Executor):
         """As of `Executor`."""
         return RowCache(max_slots=max_slots, rows=rows, **self.target.cache_shape)
 
+    def keep(self, cache: RowCache) -> None:
+        """Keep none."""
+
+    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """As of `Executor`: not at once."""
+        return None
+
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
         layout, positions, indices = self.target.plan(cache, blocks)
@@ -297,10 +304,7 @@ class LeanExecutor(Executor):
     def compute(
         self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits ``[T, V]``, or those of tokens at some ``indices``, and states by layer, without a look by the host.
-
-        The tokens are those that the cache is laid out for.
-        """
+        """Logits ``[T, V]``, or those at ``indices``, and states by layer of tokens that the cache is laid out for."""
         x = self.target.embed(tokens.flatten())
         normed, hidden = self.decoder(x, positions, cache, cache.layout, requirements)
         return self.decoder.logits(normed if indices is None else normed.index_select(0, indices)), hidden

@@ -231,10 +231,7 @@ def packed(weight: Tensor, rows: int) -> tuple[Product, float]:
 
 
 def halved(weight: Tensor, rows: int = 0) -> tuple[Product, float] | None:
-    """Copy a float32 weight in float16, over a power of two or as steps; None where it does not hold every number.
-
-    fbgemm multiplies and sums up in float32; with AVX2 alone, in an order that depends on the number of rows.
-    """
+    """Copy a float32 weight in float16, over a power of two or as int8 steps; None where that loses a number."""
     largest = float(torch.stack(weight.aminmax()).abs().max())
     if weight.dtype != torch.float32 or not largest < 1 << _DIGITS:
         return None

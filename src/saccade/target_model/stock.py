@@ -253,10 +253,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class AttentionProbe:
-    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time.
-
-    Layers without attention are represented by the nearest one before them that has it, or by the first.
-    """
+    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer, or the nearest with some."""
 
     def __init__(
         self, target: Any, *, queries: Sequence[int] | None = None, layers: Sequence[int] | None = None

@@ -143,11 +143,7 @@ def _grey(image: Image.Image, name: str) -> Image.Image:
 
 
 def _is_cut_jpeg(data: bytes, image: Image.Image) -> bool:
-    """Whether the compressed pixels of a JPEG end before its last block, which is then grey.
-
-    Where the last pixel is grey, further bits are put behind the compressed pixels: a decoder of whole ones leaves
-    them unread.
-    """
+    """Whether the compressed pixels of a JPEG end before its last block, which is then grey."""
     last = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), np.int16)
     if (abs(last - 128) > 1).any():
         return False
