@@ -18,7 +18,7 @@ class Entry:
 
     rows: list[Row] = field(default_factory=list, init=False)  # in the batch; none while it waits
     error: BaseException | None = field(default=None, init=False)  # why it failed
-    is_suspect: bool = field(default=False, init=False)  # whether a step failed with it and others, so it runs alone
+    is_suspect: bool = field(default=False, init=False)  # whether it was in a step that failed, so that it runs alone
     submitted: float = field(default_factory=time.perf_counter, init=False)
 
     @property
@@ -34,9 +34,9 @@ class Feed(Generic[Queued]):
     """A running batch with the entries that wait for it, used by the thread that owns the batch.
 
     Args:
-        batch: whose rows are all of the feed.
-        starts: makes the requests and plans of an entry's rows, again where the entry is repeated.
-        max_rows: rows in the batch up to which entries are started.
+        batch: holds rows of this feed alone.
+        starts: makes the requests and plans of an entry's rows; called again if the entry is repeated.
+        max_rows: an entry starts while fewer rows than these run.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Feed(Generic[Queued]):
         self.waiting = deque[Queued]()
         self.suspects = deque[Queued]()  # each is repeated alone, before any that waits
         self._starts, self._max_rows = starts, max_rows
-        self._entries = dict[int, Queued]()  # by the id of each of their rows that run
-        self._stepped = dict[Row, None]()  # since the last `read`, in order
-        self._unstarted = list[Queued]()  # which failed as they were started, since the last `read`
+        self._entries = dict[int, Queued]()  # entries by `id` of their running rows
+        self._stepped = dict[Row, None]()  # rows of the steps since the last `read`, in order
+        self._unstarted = list[Queued]()  # entries that could not start since the last `read`
 
     @property
     def running(self) -> list[Queued]:
@@ -71,11 +71,11 @@ class Feed(Generic[Queued]):
         return not isolates and len(self._entries) < self._max_rows
 
     def add(self, entry: Queued) -> None:
-        """Queue an entry; its failure, as it starts or later, is its error."""
+        """Queue an entry, which is read with its error if it cannot start."""
         (self.suspects if entry.is_suspect else self.waiting).append(entry)
 
     def cancel(self, entry: Queued) -> bool:
-        """Remove an entry before the next step; False if it is not here, or was read at its end."""
+        """Remove an entry before the next step; False if it has ended, or was never added."""
         for queue in (self.waiting, self.suspects):
             if entry in queue:
                 queue.remove(entry)
@@ -83,9 +83,9 @@ class Feed(Generic[Queued]):
         return self._remove(entry)
 
     def clear(self) -> None:
-        """Cancel all entries."""
-        self.waiting.clear()
-        self.suspects.clear()
+        """Cancel all entries, and forget what is unread."""
+        for entries in (self.waiting, self.suspects, self._stepped, self._unstarted):
+            entries.clear()
         for entry in self.running:
             self._remove(entry)
 
@@ -104,9 +104,9 @@ class Feed(Generic[Queued]):
             self._stepped |= dict.fromkeys(rows)
 
     def read(self) -> list[Queued]:
-        """Return the entries that steps have changed since the last call: rows have unread steps, or all has ended.
+        """Return the entries that have new steps or have ended since the last call.
 
-        The error of more than one row is the step's: their entries are repeated, unless they have been.
+        An error that several rows share is the step's: their entries are repeated, each alone, and once.
         """
         rows, self._stepped = self._stepped, {}
         changed, self._unstarted = dict.fromkeys(self._unstarted), []
