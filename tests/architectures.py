@@ -509,9 +509,7 @@ _CASES = (
         vocab_size=VOCAB,
     ),
     case(
-        "qianfan_ocr",
-        _square_image(4, 16, wrapped=True),
-        vision_config={"image_size": [16, 16], "patch_size": [4, 4]},
+        "qianfan_ocr", _square_image(4, 16, wrapped=True), vision_config={"image_size": [16, 16], "patch_size": [4, 4]}
     ),
     case(
         "video_llava",
@@ -597,11 +595,7 @@ _CASES = (
         audio_config={"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
     ),
     # with towers of transformers in place of timm's
-    case(
-        "fast_vlm",
-        _square_image(16, 16),
-        vision_config={"model_type": "sam_vision_model", **_SAM, "image_size": 16},
-    ),
+    case("fast_vlm", _square_image(16, 16), vision_config={"model_type": "sam_vision_model", **_SAM, "image_size": 16}),
     case(
         "perception_lm",
         _two_tiles("pixel_values", IMAGE),
@@ -834,9 +828,7 @@ _CASES = (
     ),
     # others
     case(
-        "kosmos-2",
-        text_config={"embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4},
-        latent_query_num=4,
+        "kosmos-2", text_config={"embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4}, latent_query_num=4
     ),
     case(
         "kosmos-2.5",

@@ -432,12 +432,7 @@ class _RecordingGrowth:
 
 
 def recorded(
-    name: str,
-    head: Head,
-    policy: Any,
-    asked: Sequence[Prompt],
-    n: int = LENGTH,
-    session: RunningBatch | None = None,
+    name: str, head: Head, policy: Any, asked: Sequence[Prompt], n: int = LENGTH, session: RunningBatch | None = None
 ) -> tuple[list[Output], list[Drafted]]:
     """Answers, and the trees of every proposal. A session's own policy must be the `Recording` given.
 

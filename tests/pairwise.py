@@ -35,8 +35,7 @@ def cover(rows: Sequence[Row], singly: bool = False) -> set[int]:
     taken: Counter[tuple[int, object]] = Counter()
     while missing:
         best = max(
-            found,
-            key=lambda i: (len(found[i] & missing), -sum(taken[column] for column in enumerate(rows[i])), -i),
+            found, key=lambda i: (len(found[i] & missing), -sum(taken[column] for column in enumerate(rows[i])), -i)
         )
         chosen.add(best)
         taken.update(enumerate(rows[best]))

@@ -173,11 +173,7 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
     folder = shutil.copytree(ready("llava"), tmp_path / "model")
     (folder / "own.py").write_text("raise SystemExit('it ran')")
-    names = {
-        "AutoConfig": "own.Config",
-        "AutoModelForCausalLM": "own.Model",
-        "AutoTokenizer": ["own.T", "own.T"],
-    }
+    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", "own.T"]}
     edit_config(folder, auto_map=names)
     tokens = folder / "tokenizer_config.json"
     tokens.write_text(json.dumps(json.loads(tokens.read_text()) | {"auto_map": names}))
@@ -189,11 +185,7 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
 
 def test_faults_of_the_drafter_are_found_before_the_target_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were read"))
-    for drafter, options in (
-        ("llama-swapped", {}),
-        ("llava-draft", {"gamma": "x"}),
-        ("llava-draft", {"dtype": "x"}),
-    ):
+    for drafter, options in (("llama-swapped", {}), ("llava-draft", {"gamma": "x"}), ("llava-draft", {"dtype": "x"})):
         with pytest.raises(SaccadeError):
             load(ready("llava"), ready(drafter), **options)
     with pytest.raises(ModelError, match="no folder"):

@@ -69,8 +69,7 @@ def test_wrong_arguments_are_one_sentence(shell: Shell, arguments: list[str], wo
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
-    [("chain", "(--drafter on the"), ("hivis", "(--drafter or --head on the command line)")],
+    ("method", "words"), [("chain", "(--drafter on the"), ("hivis", "(--drafter or --head on the command line)")]
 )
 def test_a_bench_without_a_drafter_says_which_option_gives_one(
     shell: Shell, method: str, words: str, tmp_path: Path

@@ -121,10 +121,7 @@ def test_a_chat_adds_up_its_answers(shell: Shell, monkeypatch: pytest.MonkeyPatc
     assert nothing == notes[-1] == "No answer yet."
     assert notes[2].startswith(f"{first.new_tokens + second.new_tokens} tokens in ")
     assert notes[2].endswith("2 answers")
-    accepted, drafted = (
-        first.accepted_tokens + second.accepted_tokens,
-        first.drafted_tokens + second.drafted_tokens,
-    )
+    accepted, drafted = (first.accepted_tokens + second.accepted_tokens, first.drafted_tokens + second.drafted_tokens)
     assert notes[3].startswith(f"{accepted} of {drafted} draft tokens accepted")
     assert SAVED.search(notes[3])
     assert used == ["plain"], "timed once"

@@ -33,10 +33,7 @@ def test_a_tuned_profile_is_a_target_with_its_drafter_and_method(shell: Shell, t
     assert f"written to {save}" in done.out.replace("\n", "")
     profile = read_profile(save)
     needed = needs(options(profile.method, profile.options)) == "draft model"
-    assert (profile.target, profile.drafter) == (
-        str(ready("llava")),
-        str(ready("llava-draft")) if needed else None,
-    )
+    assert (profile.target, profile.drafter) == (str(ready("llava")), str(ready("llava-draft")) if needed else None)
     assert f"Fastest by its median: {profile.method}" in done.out  # two prompts decide nothing
     assert tomllib.loads(save.read_text("utf-8"))["measured"]["level_with"]
     tuned = load(save)

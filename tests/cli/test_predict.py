@@ -67,9 +67,7 @@ def test_verifying_more_tokens_reads_more_experts() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"hidden_size": 4096}, "another target: its hidden size is 4096 but this target's is 3584"),
-    ],
+    [({"hidden_size": 4096}, "another target: its hidden size is 4096 but this target's is 3584")],
 )
 def test_a_head_of_another_size_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):

@@ -47,12 +47,7 @@ from saccade.tree import DraftTree
 BLOCK, NEW = 5, 20
 LAYERS = [0, 1]
 TAPS, GROUP, RANK, CANDIDATES = 3, 8, 6, 7
-SETTINGS = {
-    "conv_kernel_size": TAPS,
-    "conv_group_size": GROUP,
-    "selector_rank": RANK,
-    "selector_top_k": CANDIDATES,
-}
+SETTINGS = {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CANDIDATES}
 """Of DFlash 2."""
 
 
@@ -386,14 +381,8 @@ DAMAGE = {
     "mask beyond": (edited(mask_token_id=10**6), r"has mask_token_id 1000000 in its config.json; expected an id"),
     "no layers": (edited(target_layer_ids=[]), r"does not name the target's layers that it reads; copy the whole"),
     "layers beyond": (edited(target_layer_ids=[0, 77]), r"reads layer 78 of its target, which has states 0 to"),
-    "one layer less": (
-        edited(target_layer_ids=[0]),
-        r"fc.weight of the head .* is \(.*\), not \(.*\); its",
-    ),
-    "vocabulary": (
-        edited(vocab_size=7),
-        r"made for another target: its target's vocabulary is 7 but this",
-    ),
+    "one layer less": (edited(target_layer_ids=[0]), r"fc.weight of the head .* is \(.*\), not \(.*\); its"),
+    "vocabulary": (edited(vocab_size=7), r"made for another target: its target's vocabulary is 7 but this"),
     "kinds": (edited(layer_types=["mamba"] * 2), r"has the layer_types .*; expected 2 times full_attention or"),
     "block": (edited(block_size=None), r"has block_size None in its config.json; expected a whole number from 1"),
     "a weight": (
@@ -527,11 +516,7 @@ def slots(name: str) -> dict[tuple[int, ...], Slots]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_children_are_the_best_candidates_behind_their_parent(
-    name: str,
-    folders: dict[str, Path],
-    slots: dict[tuple[int, ...], Slots],
-    policy: str,
-    rows: int,
+    name: str, folders: dict[str, Path], slots: dict[tuple[int, ...], Slots], policy: str, rows: int
 ) -> None:
     ours = grown(name, folders["dflash2"], rows, POLICIES[policy])
     common = [text for text in ours if text in slots]

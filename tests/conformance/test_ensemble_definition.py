@@ -51,12 +51,7 @@ class _Turning(Constant):
         return self._weights[[self._turns[row] % len(self._weights) for row in rows]]
 
 
-WEIGHTINGS: dict[str, Weighting] = {
-    "grid": Grid(),
-    "best": Grid(1),
-    "inverse": InverseError(),
-    "in-turn": InTurn(),
-}
+WEIGHTINGS: dict[str, Weighting] = {"grid": Grid(), "best": Grid(1), "inverse": InverseError(), "in-turn": InTurn()}
 
 
 @cache

@@ -33,11 +33,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 STATIC = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-POLICIES: dict[str, Any] = {
-    "chain": Chain(3),
-    "static": STATIC,
-    "dynamic": DynamicTree(top=2, max_depth=3, total=6),
-}
+POLICIES: dict[str, Any] = {"chain": Chain(3), "static": STATIC, "dynamic": DynamicTree(top=2, max_depth=3, total=6)}
 PROMPTS = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((7, 7, 1)), Prompt((30, 2, 11, 8, 40))]
 NEW = 12
 

@@ -39,8 +39,7 @@ def expected(name: str, option: str, rows: int) -> list[list[int]]:
 
 @pytest.mark.singly
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [*(("llama", method) for method in METHODS), ("qwen2_5_vl", "dynamic"), ("gemma3", "static")],
+    ("name", "method"), [*(("llama", method) for method in METHODS), ("qwen2_5_vl", "dynamic"), ("gemma3", "static")]
 )
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option_equals_generate(name: str, option: str, method: str) -> None:
@@ -141,9 +140,7 @@ class EndsWith(StoppingCriteria):
 @pytest.mark.parametrize("name", NAMES)
 def test_own_logits_processors_and_stopping_criteria(name: str, method: str) -> None:
     case, answer = FAMILIES[name], common(name)
-    options = {
-        "logits_processor": [ForbidAfter(answer[4], answer[5])],
-    }
+    options = {"logits_processor": [ForbidAfter(answer[4], answer[5])]}
     inputs = case.row_inputs(kind_of(name), 0)
     (wanted,) = reference_greedy(pristine(name), inputs, NEW, **options)
     assert wanted != answer[:NEW]

@@ -131,10 +131,7 @@ def test_text_is_possible_for_such_families(unknown: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [
-        ("llama", {"position_ids": torch.arange(len(WORDS))[None] + 5}),
-        ("llava", {"vision_feature_layer": -1}),
-    ],
+    [("llama", {"position_ids": torch.arange(len(WORDS))[None] + 5}), ("llava", {"vision_feature_layer": -1})],
 )
 def test_an_input_that_would_not_reach_the_model_is_refused(name: str, more: dict[str, Any]) -> None:
     speculation = saccade.hf.speculate(method="prompt-lookup")
