@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 from PIL import Image
 
+from media_files import encoded
+
 
 def png(colour: str = "red") -> dict[str, Any]:
     """A picture as `datasets` leaves it when it does not decode."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (24, 24), colour).save(buffer, format="PNG")
-    return {"bytes": buffer.getvalue(), "path": None}
+    return {"bytes": encoded("PNG", Image.new("RGB", (24, 24), colour)), "path": None}
 
 
 def _pictures(count: int, columns: int = 5, first: int = 0) -> dict[str, Any]:
