@@ -263,7 +263,7 @@ class ModelDraftSession(DraftSession):
 
     def _chains_begun(self, begun: Begun, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
         """The logits of chains that were begun after these tokens, if they were."""
-        places = begun.places(rests([self.context.cache], rows, steps))
+        places = None if begun.made is None else begun.places(rests([self.context.cache], rows, steps))
         if places is None:
             return None
         self.context.add_pending(rows, [len(new) + steps - 1 for new in tokens])

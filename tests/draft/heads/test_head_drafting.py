@@ -420,9 +420,9 @@ def test_a_planted_mistake_is_noticed(kind: str, mistake: Callable[[Patch], None
 def test_states_lost_between_turns_are_noticed(kind: str, monkeypatch: Patch) -> None:
     """The planted mistake: what was accepted last is not remembered once the row has ended."""
 
-    def forgetful(right: Any, self: Any, row: int, *args: Any) -> None:
+    def forgetful(right: Any, self: Any, row: int, *args: Any) -> Any:
         self._features[row][max(self._known[row] - 1, 0) :] = 0
-        right(self, row, *args)
+        return right(self, row, *args)
 
     head = trained_head("llava", kind)
     changed(monkeypatch, HeadDraftSession, "load", forgetful)

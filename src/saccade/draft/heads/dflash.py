@@ -14,9 +14,8 @@ from saccade.draft.heads.head import MOST, Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
-from saccade.inputs.families.family import Prompt
 from saccade.target_model.attention import ALL, MaskPlan
-from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.context import Context
 
 NEAR = "sliding_attention"  # kind of the layers with a window
 
@@ -82,7 +81,7 @@ class DFlash(Head):
         "ahead",
         "embedding_scale",
     )
-    is_shown_visual, drafts_in_one_pass = False, True
+    is_shown_visual, reads_words, drafts_in_one_pass = False, False, True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -188,14 +187,11 @@ class DFlashDraftSession(HeadDraftSession):
         self._seen = seen if options["ahead"] else seen.tril()
         self._roots = self._slots = self._logits = torch.empty(0)  # [A, 1], [A, D, d] and [A, D, V] of this step
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
         features = self._features[row][sources.to(self._device)][None]
         self._lay(self.cache, [row], len(tokens), None)
         self._block.remember(features, Placement(positions, cache=self.cache))
         self.cache.commit([row], [range(len(tokens))])
-
-    def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
-        super()._catch_up([row], [tokens])
 
     def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
         super()._catch_up(rows, new)
@@ -222,7 +218,7 @@ class DFlashDraftSession(HeadDraftSession):
         depth, before = (0, self._roots) if frontier is None else (frontier.depth, frontier.tokens)
         return self._block.corrected(self._logits[:, depth, None], states, before)
 
-    def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
+    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
         self._block.remember(features, at)
         return features
 
@@ -232,9 +228,3 @@ class DFlashDraftSession(HeadDraftSession):
             return super()._words(tokens)
         rows = F.embedding(tokens, self._drafter.target.model.get_input_embeddings().weight)
         return rows.to(self._like.dtype) * scale
-
-    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        return self._like.new_empty(*tokens.shape, 0)
-
-    def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
-        return self._like.new_empty(1, len(tokens), 0)

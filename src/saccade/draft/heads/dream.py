@@ -155,7 +155,7 @@ class DreamDraftSession(HeadDraftSession):
         # The last token always has an entry, which brings the features of all dropped tokens before it.
         return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
         first, last = self.memory.lengths[row], int(tokens[-1])
         tokens = tokens.to(self._device)
         # The released form's entry of the first token sees no feature before it, and so all alike, the last one too.
@@ -172,7 +172,7 @@ class DreamDraftSession(HeadDraftSession):
         self.cache.commit([row], [range(len(tokens))])
         self.memory.commit([row], [range(last - first)])
 
-    def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
+    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
         return self._dream(features, embedded, at, step, Placement(at.positions, cache=self.memory))
 
 

@@ -226,6 +226,8 @@ class Head(nn.Module, ABC):
     # of entries: ``entries``, their number; ``tokens``, or ``target`` with M-RoPE: those of the token before
     positions: str = "entries"
     window: int | None = None  # positions up to which an entry attends back; None for all
+    reads_words: bool = True  # entries read embeddings of their tokens, next to features
+    reads_prompt: bool = True  # entries of the prompt matter to those after it
     reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
     drafts_in_one_pass: bool = False  # all tokens, rather than level by level
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale

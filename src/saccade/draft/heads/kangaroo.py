@@ -38,7 +38,7 @@ class Kangaroo(Head):
     kind: ClassVar[str] = "kangaroo"
     defaults: ClassVar[Mapping[str, Any]] = {"exit": 0}
     gated: ClassVar[bool] = False
-    is_shown_visual = False
+    is_shown_visual, reads_words = False, False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -125,9 +125,6 @@ class KangarooDraftSession(HeadDraftSession):
             self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
         return super()._catch_up(rows, new)
 
-    def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
-        super()._catch_up([row], [tokens])  # the states of all of them are known
-
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
         states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)
@@ -139,6 +136,3 @@ class KangarooDraftSession(HeadDraftSession):
         depths = self._numbers.get(self._depths)[None]
         context, block = self._context, self._context.block(rows, tokens, attention_mask, depths)
         return context.target.early_exit(context.cache, block, self._layer).to(self._features[0])
-
-    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        return self._features[0].new_empty(*tokens.shape, 0)

@@ -15,6 +15,7 @@ from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.target_model.context import Context
+from saccade.tree import Emitted, Rows
 
 
 class StackedHead(Head):
@@ -29,7 +30,7 @@ class StackedHead(Head):
     follows: ClassVar[bool] = False  # a stack also gets the draft tokens so far
     biased: ClassVar[bool] = False  # LM heads of its own have a bias
     blocks = 0
-    is_shown_visual = False
+    is_shown_visual, reads_prompt = False, False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -156,13 +157,14 @@ class AheadDraftSession(HeadDraftSession):
         self._before = torch.empty(0)  # [A, 1, d] the target's states at the tokens before the roots
         self._ran: list[Tensor] = []  # tokens, root first
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
-        """Entries of the prompt do not matter to those behind it."""
-
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
+        """Run nothing; return the target's states ``[A, 1, d]`` at the tokens before the last ones."""
         for row, tokens in zip(rows, new, strict=True):
             self._known[row] += len(tokens)
-        self._before = torch.stack([self._features[row][self._known[row] - 2, None] for row in rows])
+        return torch.stack([self._features[row][self._known[row] - 2, None] for row in rows])
+
+    def _catch_up(self, rows: Rows, new: Emitted) -> Tensor:
+        self._before = self._run_emitted(rows, new)
         self._ran = [self._numbers.get([tokens[-1] for tokens in new])[:, None]]
         return self._stack(self._ran[0][:, :, None])
 

@@ -15,7 +15,7 @@ from saccade.draft.heads.head import HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.target_model.context import Context
-from saccade.tree import DraftTree, Rows, at_nodes
+from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 
 
 class PEagle(Eagle3):
@@ -89,9 +89,9 @@ class PEagleDraftSession(HeadDraftSession):
             self._levels = max(min(self._levels, limit), 1)
         return super().propose(rows, new, proposer, limit)
 
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
         self._counts = [len(tokens) for tokens in new]
-        return super()._catch_up(rows, new)
+        return super()._run_emitted(rows, new)
 
     def _forward(
         self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
@@ -105,7 +105,7 @@ class PEagleDraftSession(HeadDraftSession):
         self._lay(self.cache, rows, width + masks, None)
         hidden: Tensor = self._head(
             pad(features, (0, 0, 0, masks)),
-            pad(self._embed(rows, tokens), (0, 0, 0, masks)),
+            pad(self._words(tokens), (0, 0, 0, masks)),
             at,
             place >= counts,
         )

@@ -193,10 +193,10 @@ class HeadDraftSession(DraftSession):
         self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
         held = min(self.cache.lengths[row], int((tokens < prefill.start).sum()))
         self.cache.crop(row, held)
-        embedded = self._embedded(row, prompt, prefill, tokens[held:])
-        for at in range(held, len(tokens), CHUNK):
+        embedded = self._embedded(row, prompt, prefill, tokens[held:]) if self._head.reads_words else None
+        for at in range(held, len(tokens), CHUNK) if self._head.reads_prompt else ():
             part = slice(at, at + CHUNK)
-            inputs = embedded[:, at - held : at - held + CHUNK]
+            inputs = None if embedded is None else embedded[:, at - held : at - held + CHUNK]
             self._read(row, tokens[part], sources[part], inputs, positions[..., part])
         if prefill.start < self._prompts[row]:  # not a later turn
             self._shaping.restart(row)
@@ -346,8 +346,8 @@ class HeadDraftSession(DraftSession):
         self._ahead[row] = len(prompt) - self.lag - len(tokens)
         return (tokens - self.lag)[None]
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
-        """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]``."""
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
+        """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]`` where the head reads words."""
         features = read_at(self._features[row], sources.to(self._device))[None]
         self._lay(self.cache, [row], len(tokens), None)
         self._head(features, embedded, Placement(positions, cache=self.cache))
@@ -387,19 +387,22 @@ class HeadDraftSession(DraftSession):
         if len(tokens) <= self._drafter.policy.max_depth + 1:
             return tokens
         for at in range(0, len(tokens) - 1, CHUNK):
-            self._read_emitted(row, tokens[at : min(at + CHUNK, len(tokens) - 1)])
+            self._run_emitted([row], [tokens[at : min(at + CHUNK, len(tokens) - 1)]])
         return tokens[-1:]
 
-    def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
-        self._catch_up([row], [tokens])
-
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        """Run the tokens that every row emitted last, with the target's states; the last ones' output ``[A, 1, d]``."""
+    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
+        """Run the tokens that every row emitted last, with the target's states; their outputs ``[A, N, d]``, padded."""
         counts = [len(tokens) for tokens in new]
         width = max(counts)
         tokens = self._numbers.get(_padded(new)).view(-1, width)
         hidden = self._forward(rows, torch.stack(self._latest(rows, width)), tokens, None, None, 0)
         self._pass(rows, counts)
+        return hidden
+
+    def _catch_up(self, rows: Rows, new: Emitted) -> Tensor:
+        """Run the tokens that every row emitted last; return the roots' outputs ``[A, 1, d]``."""
+        hidden, counts = self._run_emitted(rows, new), [len(tokens) for tokens in new]
+        width = max(counts)
         if min(counts) == width:
             return hidden[:, -1:]
         last = self._numbers.get(counts) - 1
@@ -441,7 +444,8 @@ class HeadDraftSession(DraftSession):
                 self._lay(cache, rows, tokens.shape[1], mask, gap)
         return self._outputs(features, self._embed(rows, tokens), at, step)
 
-    def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
+    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
+        """Return the states ``[A, N, d]`` of laid out entries."""
         return self._head(features, embedded, at, step)
 
     def _placed(self, rows: Sequence[int], count: int, gap: int | None) -> Placement:
@@ -457,9 +461,9 @@ class HeadDraftSession(DraftSession):
             positions = self._order[firsts[0] + far.start : firsts[0] + far.stop][None]
         return Placement(positions.expand(len(rows), count), cache=self.cache, last=last)
 
-    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``."""
-        return self._words(tokens)
+    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``, if it reads any."""
+        return self._words(tokens) if self._head.reads_words else None
 
     def _words(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens, in the head's dtype."""
