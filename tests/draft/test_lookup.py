@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import draft, target
@@ -16,7 +18,7 @@ from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_p
 from saccade.draft import merged as merging
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import Draft, LookupSession, PromptLookup
+from saccade.draft.lookup import Draft, LookupSession, PromptLookup, tree_of
 from saccade.draft.merged import MergedDrafter, union
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, TopProposer
@@ -210,3 +212,15 @@ def test_a_head_goes_on_behind_a_block_deeper_than_its_own_tree(
     longer = Prompt((*SHORT.ids, *first.tokens, 30, 31, 32))
     (second,) = engine.generate([Request(longer)], max_new_tokens=8, session=session)
     assert second.tokens == Engine(target("llama")).generate([Request(longer)], max_new_tokens=8)[0].tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(3))
+def test_nodes_that_the_host_knows_have_the_children_that_the_device_has(rows: list[NaiveTree]) -> None:
+    """Of all rows and of some; trees that are replaced in part are read from there."""
+    drafts = [list(zip(row.tokens, row.parents, strict=True))[: sum(row.valid)] for row in rows]
+    made = tree_of(drafts, torch.device("cpu"))
+    assert made.nodes is not None
+    for tree in (made, made.rows(1, 2), made.rows(1, 3)):
+        assert tree.children == replace(tree).children
+    assert replace(made).nodes is None
