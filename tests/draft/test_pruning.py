@@ -58,9 +58,9 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     left = {}
     for images_share, videos_share in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
         pruning = Pruning(keep_by="uniform", keep_images=images_share, keep_videos=videos_share)
-        dropped = set(pruning.dropped(processor.config, prompt))
+        dropped = set(pruning.dropped(family_of(processor.config), prompt))
         left[images_share, videos_share] = [
-            sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
+            sum(place not in dropped for place in places) for places in places_of(family_of(processor.config), prompt)
         ]
     whole = left[1.0, 1.0]
     for medium, here, image_cut, video_cut in zip(prompt.media, whole, left[0.5, 1.0], left[1.0, 0.5], strict=True):
@@ -108,19 +108,19 @@ def test_every_fifth_token_stays_of_an_image_and_every_tenth_of_a_video() -> Non
     ("name", "kind"), [(n, k) for n in VISUAL_FAMILIES for k in ("image", "images2", "video") if k in FAMILIES[n].kinds]
 )
 def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -> None:
-    config, whole = target(name).config, prompt(name, kind)
+    family, whole = target(name).family, prompt(name, kind)
     columns = torch.rand(len(whole), generator=torch.Generator().manual_seed(0))
     for select in ("uniform", "attention", "specvlm"):
         pruning = Pruning(keep_by=select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
-        dropped = set(pruning.dropped(config, whole, whole, columns, config))
-        for places, medium in zip(places_of(config, whole), whole.media, strict=True):
-            assert sum(frames_of(config, medium)) == medium.n_tokens == len(places)
+        dropped = set(pruning.dropped(family, whole, whole, columns, family))
+        for places, medium in zip(places_of(family, whole), whole.media, strict=True):
+            assert sum(frames_of(family, medium)) == medium.n_tokens == len(places)
             share = 0.25 if medium.kind == "video" else 0.5
             assert len(set(places) - dropped) == max(1, int(share * medium.n_tokens + 0.5))
             if select == "attention":
                 worst = min(columns[p] for p in places if p not in dropped)
                 assert all(columns[p] <= worst for p in places if p in dropped)
-        assert dropped <= {p for places in places_of(config, whole) for p in places}
+        assert dropped <= {p for places in places_of(family, whole) for p in places}
 
 
 def test_grids_are_those_of_the_families() -> None:
@@ -154,36 +154,36 @@ def prompt_of(*media: Medium) -> Prompt:
 
 
 def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
-    config = target("llava").config
+    family = target("llava").family
     columns = torch.zeros(18)
     columns[1 + 5 : 1 + 7] = torch.tensor([1.0, 2.0])  # both middle tokens of the second row
     pruning = Pruning(keep_by="attention", keep_images=0.5)
-    dropped = pruning.dropped(config, prompt_of(image(4)), prompt_of(image(16)), columns, config)
+    dropped = pruning.dropped(family, prompt_of(image(4)), prompt_of(image(16)), columns, family)
     assert dropped == [3, 4]
 
 
 @pytest.mark.parametrize("other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"])
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
-    config = target("llava").config
+    family = target("llava").family
     pruning, mine = Pruning(keep_by="specvlm", keep_images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
-        dropped = pruning.dropped(config, mine, other, columns, config)
-    assert dropped == Pruning(keep_by="uniform", keep_images=0.5).dropped(config, mine)
+        dropped = pruning.dropped(family, mine, other, columns, family)
+    assert dropped == Pruning(keep_by="uniform", keep_images=0.5).dropped(family, mine)
 
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
     """View R reads a batch's rows of words again once an image row has come, behind that row's attention."""
-    config, other = target("llava").config, prompt_of(image(4))
+    family, other = target("llava").family, prompt_of(image(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Pruning(0.2).dropped(config, Prompt((1, 2, 3)), other, torch.rand(len(other)), config) == []
+        assert Pruning(0.2).dropped(family, Prompt((1, 2, 3)), other, torch.rand(len(other)), family) == []
 
 
 def test_media_of_unknown_families_stay_whole() -> None:
-    config = SimpleNamespace(model_type="newest", vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    family = family_of(SimpleNamespace(model_type="newest", vision_config=SimpleNamespace(), image_token_id=IMAGE))
     unknown = Prompt((1, 5, 6), (Medium("image", {}, 0, "x"),))
-    assert Pruning(0.2, keep_by="uniform").dropped(config, unknown) == []
+    assert Pruning(0.2, keep_by="uniform").dropped(family, unknown) == []
 
 
 # --------------------------------------------------------------------------- pruned drafters

@@ -10,14 +10,12 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeWarning
-from saccade.inputs.families import family_of
-from saccade.inputs.families.family import Grid, Medium, Prompt
+from saccade.inputs.families.family import Family, Grid, Medium, Prompt
 from saccade.options import PruningOptions
 
 
@@ -37,32 +35,32 @@ class Pruning(PruningOptions):
         """Whether the target's attention is needed."""
         return self.keep_by != "uniform" and self.prunes
 
-    def retained(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
+    def retained(self, family: Family, medium: Medium, scores: Tensor | None) -> list[int]:
         """Ascending indices of the tokens of one medium that are retained, by their scores ``[n_tokens]``."""
         share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
         if self.keep_by == "uniform" or scores is None:
-            return spread(frames_of(config, medium), budget)
+            return spread(frames_of(family, medium), budget)
         return two_stages(scores.tolist(), budget, self.attention_mass if self.keep_by == "specvlm" else 1.0)
 
     def dropped(
         self,
-        config: Any,
+        family: Family,
         prompt: Prompt,
         target_prompt: Prompt | None = None,
         columns: Tensor | None = None,
-        target: Any = None,
+        target: Family | None = None,
     ) -> list[int]:
         """Ascending positions of the visual tokens that a drafter's prompt loses, by the attention ``columns [S]``."""
         if not prompt.media:
             return []
         attention: list[Tensor | None] = [None] * len(prompt.media)
-        if self.keep_by != "uniform" and target_prompt is not None and columns is not None:
-            attention = _transfer_scores(config, prompt, target, target_prompt, columns.cpu())
+        if self.keep_by != "uniform" and target is not None and target_prompt is not None and columns is not None:
+            attention = _transfer_scores(family, prompt, target, target_prompt, columns.cpu())
         out: list[int] = []
-        for places, medium, scores in zip(places_of(config, prompt), prompt.media, attention, strict=True):
+        for places, medium, scores in zip(places_of(family, prompt), prompt.media, attention, strict=True):
             if len(places) == medium.n_tokens:  # otherwise the family's placeholders are unknown
-                retained = set(self.retained(config, medium, scores))
+                retained = set(self.retained(family, medium, scores))
                 out += [place for i, place in enumerate(places) if i not in retained]
         return sorted(out)
 
@@ -94,18 +92,18 @@ def two_stages(scores: Sequence[float], budget: int, mass: float) -> list[int]:
     return sorted([*first, *(others[i] for i in rest)])
 
 
-def places_of(config: Any, prompt: Prompt) -> list[list[int]]:
+def places_of(family: Family, prompt: Prompt) -> list[list[int]]:
     """Positions of every medium's placeholders."""
-    tokens = family_of(config).visual_ids
+    tokens = family.visual_ids
     return [
         [i for i in range(first, last) if prompt.ids[i] == tokens.get(medium.kind)]
-        for (first, last), medium in zip(family_of(config).media_spans(prompt), prompt.media, strict=True)
+        for (first, last), medium in zip(family.media_spans(prompt), prompt.media, strict=True)
     ]
 
 
-def frames_of(config: Any, medium: Medium) -> list[int]:
+def frames_of(family: Family, medium: Medium) -> list[int]:
     """Tokens of each frame or tile; what belongs to no grid counts with the last one."""
-    grid = family_of(config).grid(medium)
+    grid = family.grid(medium)
     if grid is None:
         return [medium.n_tokens]
     frames, rows, columns = grid
@@ -123,7 +121,7 @@ def resample(scores: Tensor, here: Grid, there: Grid) -> Tensor:
 
 
 def _transfer_scores(
-    config: Any, prompt: Prompt, target: Any, target_prompt: Prompt, columns: Tensor
+    family: Family, prompt: Prompt, target: Family, target_prompt: Prompt, columns: Tensor
 ) -> list[Tensor | None]:
     """Every medium's scores over the drafter's tokens; None where the target's tokens cannot be mapped to them."""
     if [m.kind for m in target_prompt.media] != [m.kind for m in prompt.media]:
@@ -132,7 +130,7 @@ def _transfer_scores(
     moved: list[Tensor | None] = []
     for places, theirs, ours in zip(places_of(target, target_prompt), target_prompt.media, prompt.media, strict=True):
         scores = columns[places]
-        here, there = family_of(target).grid(theirs), family_of(config).grid(ours)
+        here, there = target.grid(theirs), family.grid(ours)
         if theirs.n_tokens == ours.n_tokens:
             moved.append(scores)
         elif here is None or there is None:

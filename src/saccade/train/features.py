@@ -169,7 +169,7 @@ def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
     columns = probe.columns[max(probe.columns)][0]
     dropped: list[int] = []
     if pruning.needs_attention:
-        dropped = pruning.dropped(target.config, prompt, prompt, columns, target.config)
+        dropped = pruning.dropped(target.family, prompt, prompt, columns, target.family)
     last = len(prompt) - 1  # always has an entry in drafting
     return Finding(
         min(entropies, key=lambda layer: entropies[layer]) + 1, tuple(place for place in dropped if place != last)

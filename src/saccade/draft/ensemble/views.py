@@ -96,7 +96,7 @@ class Pruned(View):
         self.early = not pruning.needs_attention
 
     def open(self, target: Context) -> None:
-        self._target = target.target.config
+        self._target = target.target.family
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "words")
 
@@ -108,7 +108,7 @@ class Pruned(View):
         if self._pruning.needs_attention and prompt.media and not session.continues(row, prompt):
             session.context.empty(row)
         reading = () if prefill is None else (prefill.prompt, prefill.columns, self._target)
-        dropped = self._pruning.dropped(session.context.target.config, prompt, *reading)
+        dropped = self._pruning.dropped(session.context.target.family, prompt, *reading)
         session.begin(row, capacity - len(dropped))
         session.load_pruned(row, prompt, dropped)
 
@@ -306,7 +306,7 @@ class _FewerTokens(View):
     def read(self, prompt: Prompt) -> Prompt:
         dropped: set[int] = set()
         media = []
-        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+        for places, medium in zip(places_of(family_of(self._config), prompt), prompt.media, strict=True):
             small, surplus = self._smaller(places, medium)
             dropped.update(surplus)
             media.append(small)

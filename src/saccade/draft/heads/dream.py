@@ -147,11 +147,11 @@ class DreamDraftSession(HeadDraftSession):
 
     def _choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> list[int]:
         """Return visual tokens without entries; those of a cached prefix do not change."""
-        config = self._drafter.target.config
+        family = self._drafter.target.family
         before = [place for place in self._dropped[row] if place < prefill.start]
         if not self._pruning.needs_attention or prefill.columns is None:
             return before
-        dropped = self._pruning.dropped(config, prompt, prefill.prompt, prefill.columns, config)
+        dropped = self._pruning.dropped(family, prompt, prefill.prompt, prefill.columns, family)
         # The last token always has an entry, which brings the features of all dropped tokens before it.
         return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
