@@ -25,15 +25,15 @@ from serve.live_server import asks, live
 
 CROSSED = {
     "plain": 22,
-    "chain": 25,
-    "auto": 26,
-    "lvspec": 26,
+    "chain": 26,
+    "auto": 27,
+    "lvspec": 27,
     "dynamic-tree": 27,
     "tabed": 28,
-    "hivis": 31,
-    "eagle2": 31,
-    "sage": 34,
-    "dream": 35,
+    "hivis": 30,
+    "eagle2": 30,
+    "sage": 33,
+    "dream": 33,
 }
 """Most files that a warmed-up `generate` runs code of, by method: one of each kind that the built-in pair has."""
 IMPORTED = 99
