@@ -91,7 +91,7 @@ def test_options_reach_the_tree() -> None:
     assert (drafter.facts.max_depth, drafter.facts.max_nodes, drafter.facts.max_children) == (2, 6, 3)
     chain = with_head("hivis").using("hivis", tree="chain", gamma=7).engine.drafter
     assert chain is not None
-    assert (chain.max_depth, chain.draws) == (7, True)
+    assert (chain.facts.max_depth, chain.facts.draws) == (7, True)
 
 
 def test_a_head_needs_no_folder() -> None:

@@ -24,7 +24,7 @@ from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, check_fit, e
 from saccade.draft.heads.published.released import DRAFT_VOCAB
 from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.draft.heads.store import layout_of, read_values
-from saccade.draft.pard import drafts_in_parallel
+from saccade.draft.model import drafts_in_parallel
 from saccade.errors import InputError, ModelError
 from saccade.inputs.chat import normalise
 from saccade.inputs.families import family_of

@@ -160,11 +160,6 @@ class FrameOptions:
     num_frames: Annotated[int | None, "Frames sampled from a video; by default the checkpoint's."] = None
     fps: Annotated[float | None, "Frames per second sampled from a video, likewise."] = None
 
-    @property
-    def sampling(self) -> dict[str, float]:
-        options = {"num_frames": self.num_frames, "fps": self.fps}
-        return {name: value for name, value in options.items() if value is not None}
-
 
 @dataclass(frozen=True)
 class NoOptions:

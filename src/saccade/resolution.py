@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from saccade import cpu, methods
-from saccade.draft.assistant import check_assistant
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.mtp import drafts_by_mtp, mtp_config
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
-from saccade.draft.pard import drafts_in_parallel, mask_token
+from saccade.draft.model import drafts_in_parallel, mask_token
 from saccade.errors import MethodError, ModelError
 from saccade.files import is_profile
 from saccade.inputs.processor import InputProcessor
@@ -36,7 +34,6 @@ from saccade.loading import (
 from saccade.lora import refuse_apart, with_lora
 from saccade.methods.settings import GROUPS
 from saccade.model_spec import ModelSpec
-from saccade.profile import with_profile
 from saccade.target_model.adapter import Target, check_executor
 from saccade.target_model.int8 import check_weights
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
@@ -75,6 +72,8 @@ def resolve(
     check_executor(spec.executor)
     check_weights(spec.weights)
     if is_profile(spec.target):
+        from saccade.profile import with_profile
+
         spec = with_profile(spec)
     if not is_pocket(spec.target):
         if spec.device is None:
@@ -107,8 +106,12 @@ def resolve(
 
 def _with_drafter(models: Resolved, drafts: str | None, complete: bool) -> Resolved:
     """Return models with what target and draft model have in common; ``drafts``: what the method drafts with."""
-    target, draft, ours = models.spec.target, models.spec.drafter, models.processor
+    target = models.spec.target
+    draft = models.spec.drafter
+    ours = models.processor
     if drafts == "mtp":
+        from saccade.draft.heads.mtp import mtp_config
+
         mtp_config(ours.config, name_of(target))
     elif drafts == "pard":
         mask_token(config_of(draft))
@@ -116,6 +119,8 @@ def _with_drafter(models: Resolved, drafts: str | None, complete: bool) -> Resol
         return models
     config = config_of(draft)
     if is_assistant(config):
+        from saccade.draft.assistant import check_assistant
+
         check_assistant(config, ours.config)
         theirs = ours
     else:
@@ -173,7 +178,9 @@ def with_builtin(spec: ModelSpec) -> ModelSpec:
     """Return a specification with folders in place of `pocket`, and with the built-in drafters that it leaves open."""
     from saccade.pocket import adapter_path, draft_path, head_path, head_paths, target_path
 
-    target, drafter, heads = spec.target, spec.drafter, dict(spec.heads)
+    target = spec.target
+    drafter = spec.drafter
+    heads = dict(spec.heads)
     if is_pocket(target):
         target = str(target_path())
         values = None if spec.method is None else methods.options(spec.method, spec.options)
@@ -282,8 +289,11 @@ def default(
         return next(iter(kinds.values()))
     chosen = set(options)
     copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "lookup_tokens" not in chosen
-    if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
-        return "mtp"
+    if drafter is None and config is not None and not copies:
+        from saccade.draft.heads.mtp import drafts_by_mtp
+
+        if drafts_by_mtp(config, config.name_or_path):
+            return "mtp"
     changes = {"draft_with", "views", *GROUPS["pruning"]}  # of what the draft model is and reads
     if drafter is not None and not chosen & changes and drafts_in_parallel(config_of(drafter)):
         return "pard"

@@ -268,11 +268,11 @@ def _asked(entry: TaskEntry, lines: Iterable[tuple[int, str]], path: Path, folde
 def data_of(entry: TaskEntry) -> DataSet:
     """Return the data set of a task, with what the task changes."""
     assert entry.dataset is not None
-    changes = ("subset", "split", "prompt", "system", "shuffle", "media", "where")
+    changes = ("subset", "split", "prompt", "system", "num_frames", "fps", "shuffle", "media", "where")
     data = catalogue.find(entry.dataset)
-    if entry.sampling:
+    if entry.num_frames is not None or entry.fps is not None:
         data = data.without_frames()
-    data = data.with_columns(entry.columns).with_(**entry.sampling, **{name: getattr(entry, name) for name in changes})
+    data = data.with_columns(entry.columns).with_(**{name: getattr(entry, name) for name in changes})
     if entry.prompt is not None and data.open_prompt is not None:
         data = data.with_(open_prompt=entry.prompt)
     return data
@@ -312,7 +312,8 @@ def _of_rows(entry: TaskEntry, data: DataSet, rows: Iterable[RowQuestion]) -> It
 
 def _reading(*sources: TaskEntry | DataSet) -> dict[str, Any]:
     """``num_frames`` or ``fps`` of the first source that has it."""
-    return next((source.sampling for source in sources if source.sampling), {})
+    named = {name: next(filter(None, (getattr(s, name) for s in sources)), None) for name in ("num_frames", "fps")}
+    return {name: value for name, value in named.items() if value}
 
 
 def digest(questions: Sequence[Question]) -> str:

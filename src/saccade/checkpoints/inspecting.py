@@ -16,7 +16,7 @@ from saccade.draft.heads.head import LARGEST, MARK, Head, TargetShape
 from saccade.draft.heads.mtp import drafts_by_mtp, mtp_layers
 from saccade.draft.heads.published.released import LAYERS, SPECULATORS, ReleasedLayout, Values, Weights, rope_settings
 from saccade.draft.heads.store import layout_of, parsed, read_head
-from saccade.draft.pard import drafts_in_parallel, mask_token
+from saccade.draft.model import drafts_in_parallel, mask_token
 from saccade.errors import ModelError
 from saccade.loading import (
     check_checkpoint,

@@ -57,7 +57,7 @@ class DataOptions(FrameOptions):
         changes = self.changes()
         columns = changes.pop("columns", {})
         data = catalogue.find(name)
-        data = data.without_frames() if self.sampling else data
+        data = data.without_frames() if {"num_frames", "fps"} & set(changes) else data
         return data.with_columns(columns).with_(**changes)
 
 

@@ -62,7 +62,7 @@ class DataSet(FrameOptions):
                 check_whole(value, int(name != "shuffle"), name, self.name, InputError)
         if self.fps is not None and self.fps <= 0:
             raise InputError(f"{self.name}: fps must be above 0, not {self.fps}.")
-        if len(self.sampling) > 1:
+        if self.num_frames is not None and self.fps is not None:
             raise InputError(f"{self.name}: num_frames and fps exclude each other; leave one of them out.")
 
     def with_(self, **changes: Any) -> DataSet:
@@ -71,8 +71,7 @@ class DataSet(FrameOptions):
 
     def without_frames(self) -> DataSet:
         """Return the same with the checkpoint's own frames of a video."""
-        unset: dict[str, Any] = dict.fromkeys(self.sampling)
-        return replace(self, **unset)
+        return replace(self, num_frames=None, fps=None)
 
     def with_columns(self, columns: Mapping[str, str]) -> DataSet:
         """Return the same with other columns; ``+`` separates those of one part, and an empty text is none."""

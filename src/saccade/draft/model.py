@@ -23,6 +23,7 @@ from saccade.draft.trees.policy import (
     TreePolicy,
     grow,
 )
+from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
@@ -404,3 +405,29 @@ def is_later_turn(earlier: Prompt, prompt: Prompt) -> bool:
         return False
     first_media = prompt.media[: len(earlier.media)]  # later turns may bring more
     return [medium.digest for medium in first_media] == [medium.digest for medium in earlier.media]
+
+
+def mask_token(config: Any) -> int:
+    """Return the token that a draft model reads in place of draft tokens (PARD); `ModelError` without a usable one."""
+    token, size = _named_mask(config), config.get_text_config(decoder=True).vocab_size
+    if token is None:
+        raise ModelError(
+            "Method pard needs a draft model that was trained with a mask token, but the configuration of "
+            f"{config.name_or_path or 'this model'} names no pard_token; choose another drafter, or method auto."
+        )
+    if type(token) is not int or not 0 <= token < size:
+        raise ModelError(
+            f"The pard_token of {config.name_or_path or 'this model'} is {token!r}, which is not a whole number from 0 "
+            f"to {size - 1}, a token of its vocabulary; download its config.json again."
+        )
+    return token
+
+
+def drafts_in_parallel(config: Any) -> bool:
+    """Whether a configuration is that of a draft model with a mask token, which method pard can run."""
+    return _named_mask(config) is not None
+
+
+def _named_mask(config: Any) -> Any:
+    parts = (config, config.get_text_config(decoder=True))
+    return next((token for part in parts if (token := getattr(part, "pard_token", None)) is not None), None)

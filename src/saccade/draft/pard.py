@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.model import ModelDrafter, ModelDraftSession, mask_token
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
-from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.tree import DraftTree, Emitted, Rows
-
-
-def mask_token(config: Any) -> int:
-    """Return the token that a draft model reads in place of draft tokens (PARD); `ModelError` without a usable one."""
-    token, size = _named_mask(config), config.get_text_config(decoder=True).vocab_size
-    if token is None:
-        raise ModelError(
-            "Method pard needs a draft model that was trained with a mask token, but the configuration of "
-            f"{config.name_or_path or 'this model'} names no pard_token; choose another drafter, or method auto."
-        )
-    if type(token) is not int or not 0 <= token < size:
-        raise ModelError(
-            f"The pard_token of {config.name_or_path or 'this model'} is {token!r}, which is not a whole number from 0 "
-            f"to {size - 1}, a token of its vocabulary; download its config.json again."
-        )
-    return token
-
-
-def drafts_in_parallel(config: Any) -> bool:
-    """Whether a configuration is that of a draft model with a mask token, which method pard can run."""
-    return _named_mask(config) is not None
-
-
-def _named_mask(config: Any) -> Any:
-    parts = (config, config.get_text_config(decoder=True))
-    return next((token for part in parts if (token := getattr(part, "pard_token", None)) is not None), None)
 
 
 class PardDrafter(ModelDrafter):

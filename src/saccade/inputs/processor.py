@@ -63,6 +63,12 @@ class MediaOptions(FrameOptions):
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise InputError(f"The option {name} is {value!r}; give a number above 0.")
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling of videos, where it is not the checkpoint's own."""
+        options = {"num_frames": self.num_frames, "fps": self.fps}
+        return {name: value for name, value in options.items() if value is not None}
+
 
 DEFAULT_MEDIA = MediaOptions()
 
