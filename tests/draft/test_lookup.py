@@ -16,6 +16,7 @@ from pairs import draft, target
 from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_paths, trees
 
 from saccade.draft import merged as merging
+from saccade.draft.drafter import DrafterFacts
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import Draft, LookupSession, PromptLookup, tree_of
@@ -159,6 +160,12 @@ def test_bounds_are_those_of_both_and_nothing_is_drawn() -> None:
     facts = merged.facts
     assert (facts.max_nodes, facts.max_depth, facts.max_children, facts.draws) == (14, 9, 2, False)
     assert MergedDrafter(PromptLookup(4), PromptLookup(9), total=6).facts.max_nodes == 7
+
+
+def test_facts_of_two_drafters_add_up() -> None:
+    late = DrafterFacts(5, 4, 1, draws=True, is_early=False, splices=True, entry_bytes=8, row_bytes=2, num_views=3)
+    for both in (late + DrafterFacts(10, 9, 2, entry_bytes=1), DrafterFacts(10, 9, 2, entry_bytes=1) + late):
+        assert both == DrafterFacts(14, 9, 3, is_early=False, entry_bytes=9, row_bytes=2, num_views=3)
 
 
 # --------------------------------------------------------------------------- merged drafters
