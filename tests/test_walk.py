@@ -25,9 +25,9 @@ from serve.live_server import asks, live
 
 CROSSED = {
     "plain": 22,
-    "chain": 26,
-    "auto": 27,
-    "lvspec": 27,
+    "chain": 25,
+    "auto": 26,
+    "lvspec": 26,
     "dynamic-tree": 27,
     "tabed": 28,
     "hivis": 30,

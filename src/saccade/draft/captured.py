@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.drafter import Begun
+from saccade.draft.drafter import Begun, rests
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import (
     Chain,
@@ -48,11 +48,6 @@ def capturing(target: Target, proposer: Proposer) -> GraphExecutor | None:
     """Return a target's executor if it captures drafts by a proposer now."""
     executor, is_greedy = target.executor, type(proposer) is TopProposer and proposer.guide is None
     return executor if is_greedy and isinstance(executor, GraphExecutor) and executor.enabled else None
-
-
-def rests(caches: Sequence[RowCache], rows: Rows, size: int) -> dict[int, tuple[int, ...]]:
-    """On what drafts of a size rest, as of `Begun`: entries that were moved since then lack the last ones."""
-    return {row: (size, *(cache.start(row) for cache in caches)) for row in rows}
 
 
 def reserve(target: Target, policy: TreePolicy) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows
@@ -135,6 +136,11 @@ class DraftSession:
     def signals(self, rows: Rows) -> list[Signals]:
         """Numbers that shaped the last drafts of these rows, in their order, for traces."""
         return [{} for _ in rows]
+
+
+def rests(caches: Sequence[RowCache], rows: Rows, size: int) -> dict[int, tuple[int, ...]]:
+    """On what drafts of a size rest, as of `Begun`: entries that were moved since then lack the last ones."""
+    return {row: (size, *(cache.start(row) for cache in caches)) for row in rows}
 
 
 class Begun:

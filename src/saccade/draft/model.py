@@ -10,8 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
-from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
 from saccade.draft.trees.policy import (
     ConfidentChain,
     Frontier,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
-from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
 from saccade.draft.heads.block import FusedHead
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
