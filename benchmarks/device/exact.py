@@ -148,7 +148,7 @@ def pocket_of(kit: Kit, dtype: str) -> Pocket:
     expected = reference(kit, stock, [pocket_pair.stock_inputs(stock, [each]) for each in asked], count)
     heads = [head_path(kind) for kind in head_paths()]
     moved = [model.to(kit.device) for model in models]
-    vlm = saccade.VLM(moved[0], processor, drafter=moved[1], heads=heads, method="plain")
+    vlm = saccade.VLM(moved[0], processor, drafter=moved[1], heads=heads, method="chain")
     return Pocket(vlm, asked, expected, count)
 
 
