@@ -12,8 +12,8 @@ from families import FAMILIES
 from heads_kit import POLICIES, prompts, random_head, trained_head
 from recorded_graphs import record
 from saccade.draft import captured
-from saccade.draft.captured import CapturedDraft, DraftGraphs, rests
-from saccade.draft.drafter import Begun, DraftSession
+from saccade.draft.captured import CapturedDraft, DraftGraphs
+from saccade.draft.drafter import Begun, DraftSession, rests
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees import policy
