@@ -223,6 +223,8 @@ def _step(kit: Kit, engine: Engine, context: int, name: str) -> Finding:
             row.append(batch.add(Request(prompt), decoding))
             while not row[-1].output:
                 batch.step()
+                if row[-1].error is not None:
+                    raise row[-1].error
 
     row: list[Any] = []
     again()
