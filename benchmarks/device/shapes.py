@@ -145,9 +145,9 @@ class _OracleSession:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def load(self, row: int, prompt: Prompt, *more: Any) -> None:
+    def load(self, row: int, prompt: Prompt, *more: Any) -> Any:
         self._answers[row], self._emitted[row] = self._oracle.answer(prompt), 0
-        self._inner.load(row, prompt, *more)
+        return self._inner.load(row, prompt, *more)
 
     def load_together(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> bool:
         return False
