@@ -29,7 +29,7 @@ CIRCLES: tuple[set[str], ...] = ()
 
 NAMESAKES = {
     "batch.py": "running batch; command",
-    "chat.py": "public class; chat templates; command",
+    "chat.py": "public class; command",
     "dream.py": "head; its objective",
     "peagle.py": "head; its released layout; its objective",
     "registry.py": "heads; methods",

@@ -26,8 +26,8 @@ from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.draft.heads.store import layout_of, read_values
 from saccade.draft.model import drafts_in_parallel
 from saccade.errors import InputError, ModelError
-from saccade.inputs.chat import normalise
 from saccade.inputs.families import family_of
+from saccade.inputs.processor import normalise
 from saccade.loading import check_checkpoint, check_dtype, empty_model
 from saccade.options import make
 from saccade.target_model.adapter import Target

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints import vlm
 from saccade.errors import InputError
-from saccade.inputs.chat import Controls, LiteralText
+from saccade.inputs.literal_text import Controls, LiteralText
 from saccade.inputs.processor import InputProcessor, MediaOptions
 
 PICTURE = Image.new("RGB", (30, 20), (200, 10, 10))
@@ -129,7 +129,7 @@ def encoder(core: tokenizers.Tokenizer, template: str | None = None) -> tuple[An
 
 
 def encoded(controls: Controls, text: str) -> list[int]:
-    literal = LiteralText(controls, text)
+    literal = LiteralText(controls, [text])
     return literal.encode("</s>" + literal.mark_text(text), False)
 
 
@@ -175,7 +175,7 @@ def test_tokens_of_thought_keep_their_meaning_in_answers_alone() -> None:
     core.add_special_tokens(["</s>"])
     core.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
     tokenizer, controls = encoder(core, "{% if '<think>' in message %}")
-    literal = LiteralText(controls, "")
+    literal = LiteralText(controls, [])
     assert literal.mark_text("<think></s>", "assistant").startswith("<think><")
     assert tokenizer.convert_tokens_to_ids("<think>") not in literal.encode(literal.mark_text("<think>"), False)
 
@@ -197,7 +197,7 @@ class Slow:
 
 def test_a_tokenizer_that_cannot_do_it_says_so() -> None:
     controls = Controls(Slow(kit("llama")), None, ())
-    literal = LiteralText(controls, "")
+    literal = LiteralText(controls, [])
     assert literal.encode(literal.mark_text("a <"), False) == kit("llama").ours.tokenizer("a <").input_ids[1:]
     with pytest.raises(InputError, match=r"the control token </s>, which this tokenizer cannot encode as text"):
         literal.encode(literal.mark_text("a </s>"), False)

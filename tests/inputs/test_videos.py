@@ -22,13 +22,12 @@ from transformers.video_utils import VideoMetadata
 from media_files import film
 from processes import forked
 from saccade.errors import InputError, SaccadeWarning
-from saccade.inputs.chat import normalise, with_sources
 from saccade.inputs.families import FAMILIES
 from saccade.inputs.families.family import normalise as normalise_frames
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, Video, load_video
 from saccade.inputs.media.decoder import Decoder
-from saccade.inputs.processor import MediaOptions
+from saccade.inputs.processor import MediaOptions, normalise, with_sources
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def generate(
       (cost ratio .10, by `saccade predict`)
     - `torchrun --nproc-per-node 2 --no-python saccade generate -t Qwen/Qwen2.5-VL-72B-Instruct --device tp "Hello."`
     """
-    from saccade.inputs.chat import check_unicode
+    from saccade.inputs.processor import check_unicode
 
     if prompt == "-" and models.device == "tp":
         raise InputError("Standard input cannot be read by several processes; give the question as an argument.")

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from saccade.errors import InputError
-from saccade.inputs.chat import normalise, with_sources
 
 Messages = list[dict[str, Any]]
 Content = list[dict[str, Any]]
@@ -258,6 +257,8 @@ def _number(mark: str) -> int:
 def _openai(turns: Any) -> Messages:
     if not isinstance(turns, list):
         raise InputError("messages must be a list")
+    from saccade.inputs.processor import normalise, with_sources  # which need torch, as templates of prompts do not
+
     try:
         messages = with_sources(*normalise(turns))
     except InputError as problem:

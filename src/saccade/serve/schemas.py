@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from saccade.inputs.chat import check_fields, sampling_of
+from saccade.inputs.processor import check_fields, sampling_of
 from saccade.serve.refusals import Json, Refusal, invalid
 
 MOST_STOPS = 16

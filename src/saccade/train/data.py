@@ -20,10 +20,9 @@ from saccade.distill.folder import place_of
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.files import check_reread
-from saccade.inputs.chat import Slot, normalise, with_sources
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, Slot, normalise, with_sources
 from saccade.memory_plan import LETTERS, letters
 from saccade.target_model.adapter import Target
 

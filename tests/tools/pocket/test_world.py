@@ -12,7 +12,7 @@ from statistics import mean
 
 import pytest
 
-from saccade.inputs.chat import normalise
+from saccade.inputs.processor import normalise
 from saccade.pocket import WORLD, Sample, draw, score
 from saccade.pocket.words import GOODS
 from tools.pocket.batches import training_samples

@@ -1,4 +1,4 @@
-"""Chat messages rendered to text with a placeholder per image or video; their text never becomes control tokens."""
+"""Text of messages that never becomes control tokens: marks in it, and the encoder that takes them out again."""
 
 from __future__ import annotations
 
@@ -8,185 +8,16 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import BatchEncoding
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import KINDS, Kind
-from saccade.wording import first_line
-
-Message = Mapping[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that every template may get; others must occur in the template itself."""
-
-
-_SOURCES = ("url", "path", "base64", "data")
-_SAMPLING = ("num_frames", "fps")
-_NO_MATTER = ("detail", "cache_control")  # for other servers; no answer here depends on them
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for an image or a video in a conversation."""
-
-    kind: Kind
-    source: Any  # from the message itself; None when it comes from the list of images or videos
-    # of a video alone: its own `num_frames` or `fps`, and None for the other one
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
-def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Slot]]:
-    """Convert messages to the form of Hugging Face chat templates, with the media taken out.
-
-    Understands content as a string or a list of ``{"type": "text"}``, ``{"type": "image"}`` with ``image``,
-    ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, which
-    may have ``num_frames`` or ``fps``, and ``input_text``, ``input_image``.
-    """
-    if not messages:
-        raise InputError("The list of messages is empty; give at least one message with role and content.")
-    out: list[dict[str, Any]] = []
-    slots: list[Slot] = []
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError('Every message must be a dict with "role" and "content", such as {"role": "user", ...}.')
-        content = message.get("content")
-        clean = {k: v for k, v in message.items() if v is not None}
-        if isinstance(content, (list, tuple)):
-            clean["content"] = [_item(item, slots) for item in content]
-        elif content is not None and not isinstance(content, str):
-            raise InputError(
-                f"A message's content is of type {type(content).__name__}; expected a string or a list of parts."
-            )
-        out.append(clean)
-    return out, slots
-
-
-def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dict[str, Any]]:
-    """Put the sources of images and videos back into messages from `normalise`."""
-    media = iter(slots)
-
-    def part(place: Mapping[str, Any]) -> dict[str, Any]:
-        if place["type"] == "text":
-            return {**place}
-        slot = next(media)
-        return {"type": slot.kind, slot.kind: slot.source, **slot.sampling}
-
-    return [
-        {**m, "content": [part(place) for place in m["content"]]} if isinstance(m.get("content"), list) else {**m}
-        for m in messages
-    ]
-
-
-def without_each_medium(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Messages from `normalise` without their first image or video, without their second, ..."""
-    for number, message in enumerate(messages):
-        content = message["content"] if isinstance(message.get("content"), list) else []
-        for place, part in enumerate(content):
-            if part["type"] in KINDS:
-                rest = {**message, "content": content[:place] + content[place + 1 :]}
-                yield [*messages[:number], rest, *messages[number + 1 :]]
-
-
-def as_text(message: Message) -> dict[str, Any]:
-    """Join a list of text parts into a string, for the templates of language models."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return {**message}
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def render(
-    tokenizer: Any,
-    template: str,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    options: Mapping[str, Any],
-) -> str:
-    """Render messages through a chat template.
-
-    Some templates drop content that is a plain string; it is then passed as a list. (Thoughts in earlier answers are
-    for the template to drop.)
-    """
-    for role in (m["role"] for m in messages):
-        if role not in ROLES and role not in template:
-            raise InputError(f"The chat template knows no role {role!r}; give system, user or assistant messages.")
-    texts = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
-    listed = [
-        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
-        for m in messages
-    ]
-    options = {"add_generation_prompt": add_generation_prompt, **options, "chat_template": template}
-    first = ""
-    failure: Exception | None = None
-    for variant in (messages, listed) if texts else (messages,):
-        try:
-            text: str = tokenizer.apply_chat_template(list(variant), tokenize=False, **options)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            failure = failure or error
-            continue
-        if all(words in text for words in texts):
-            return text
-        first = first or text
-        failure = None
-    if failure is None:
-        return first
-    raise InputError(
-        f"The chat template refuses the messages ({first_line(failure)}); check roles and their order."
-    ) from failure
-
-
-def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
-    if isinstance(item, str):
-        return {"type": "text", "text": item}
-    kind = item.get("type") if isinstance(item, Mapping) else None
-    if kind in ("text", "input_text", "output_text") and isinstance(item.get("text"), str):
-        return {"type": "text", "text": item["text"]}
-    for name in KINDS:
-        if kind in (name, f"{name}_url", f"input_{name}"):
-            check_fields(item, name)
-            slots.append(Slot(name, _source(item, name), sampling_of(item) if name == "video" else {}))
-            return {"type": name}
-    raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
-
-
-def check_fields(part: Mapping[str, Any], name: str) -> None:
-    """Refuse fields of a part with an image or a video that would be ignored, a second source among them."""
-    sources = [key for key in (name, f"{name}_url", *_SOURCES) if part.get(key) is not None]
-    known = {"type", *_NO_MATTER, *sources[:1], *(_SAMPLING if name == "video" else ())}
-    others = [key for key in part if key not in known and part[key] is not None]
-    if sources and isinstance(part[sources[0]], Mapping):
-        inner = part[sources[0]]
-        others += [f"{sources[0]}.{key}" for key in inner if key not in ("url", *_NO_MATTER) and inner[key] is not None]
-    if others:
-        raise InputError(
-            f"A message part of type {part['type']} has {min(others)}, which would be ignored; leave it out."
-        )
-
-
-def sampling_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling that a part of type video names itself."""
-    sampling = {name: part.get(name) for name in _SAMPLING}
-    return sampling if any(value is not None for value in sampling.values()) else {}
-
-
-def _source(item: Mapping[str, Any], name: str) -> Any:
-    for key in (name, f"{name}_url", *_SOURCES):
-        value = item.get(key)
-        if isinstance(value, Mapping):
-            value = value.get("url")
-        if value is not None:
-            bare = key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:")
-            return f"data:{name}/*;base64,{value}" if bare else value
-    return None
-
+from saccade.inputs.families.family import KINDS
 
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, of which each prompt uses one that its text lacks."""
@@ -246,10 +77,10 @@ class LiteralText:
     unchanged, and has the ids that it has without this class.
     """
 
-    def __init__(self, controls: Controls, messages: Any) -> None:
+    def __init__(self, controls: Controls, texts: Iterable[str]) -> None:
         self._controls = controls
         self._tokenizer = controls.tokenizer
-        used = set().union(*strings_of(messages))
+        used = set().union(*texts)
         self.character = next((mark for mark in _MARKS if mark not in used), "")
         if not self.character:
             raise InputError("The text has all 32 noncharacters of Unicode; take them out.")
@@ -363,30 +194,6 @@ class _LiteralTokenizer:
             rows = [self._literal.encode(row, add_special_tokens) for row in texts]
         made = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         return BatchEncoding(made, encodings, tensor_type=return_tensors)
-
-
-def check_unicode(messages: Any) -> None:
-    """Raise `InputError` for text that UTF-8 cannot represent, which tokenizers refuse with an error of their own."""
-    for text in strings_of(messages):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"The text is not valid UTF-8 at character {error.start + 1}; give whole characters."
-            ) from None
-
-
-def strings_of(value: Any) -> Iterator[str]:
-    """All strings in nested lists and dictionaries."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from strings_of(key)
-            yield from strings_of(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from strings_of(entry)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
