@@ -11,7 +11,7 @@ import torch
 
 from engine.kit import alone, engine, prompts
 from saccade.engine import Request
-from saccade.engine.feed import Entry, Feed
+from saccade.engine.batch import Entry, Feed
 from saccade.engine.row import RowPlan, plan
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError

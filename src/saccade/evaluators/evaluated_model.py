@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from saccade.engine import Request
-from saccade.engine.feed import Entry, Feed
+from saccade.engine.batch import Entry, Feed
 from saccade.engine.row import UNSUPPORTED, RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import environment

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from saccade.data.conversations import media_parts
 from saccade.engine import Request, Row
-from saccade.engine.feed import Entry, Feed
+from saccade.engine.batch import Entry, Feed
 from saccade.engine.row import RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import fingerprint, model_facts

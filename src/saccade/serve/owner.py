@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from saccade.engine import Request, Row
-from saccade.engine.feed import Entry, Feed
+from saccade.engine.batch import Entry, Feed
 from saccade.engine.row import RowPlan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.output import Mark, Output, TicketChunk, TreeTrace

@@ -273,6 +273,7 @@ class LeanExecutor(Executor):
     """A `LeanDecoder` on ordinary operations of torch."""
 
     name = "lean"
+    reserved = 0
 
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:
         self.target, self.decoder = target, decoder

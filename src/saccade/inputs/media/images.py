@@ -1,4 +1,4 @@
-"""RGB images from paths, bytes, URIs, PIL images and arrays, within limits.
+"""Bytes of a medium from a path, a URI or memory, and RGB images of these, of PIL images and arrays, within limits.
 
 Files are walked before Pillow opens them, against those that are small but take long: Pillow reads markers, chunks and
 strips one by one in Python, and a progressive JPEG costs a pass over all its pixels per scan (20 MB of scans of 98
@@ -7,21 +7,28 @@ bytes take hours).
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import os
 import re
+import stat
 import struct
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
+from saccade.files import expanded
+from saccade.inputs.media.sources import LOCAL, MediaLimits, fetch
 
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of TIFF
 _JPEG_PIXELS = 512  # most pixels of a JPEG by a byte of the file: 64 by every bit
@@ -64,6 +71,96 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
             f"{name} is damaged, or not an image in an accepted format; give one of {', '.join(limits.formats)}."
         ) from None
     return _rgb(image, name, limits, data)
+
+
+def read_source(source: Any, what: str, limits: MediaLimits = LOCAL) -> tuple[str, bytes]:
+    """Read a path, a ``file://``, ``data:`` or http(s) address, or bytes."""
+    most = limits.image_bytes if what == "image" else limits.video_bytes
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        name = f"The {what} given as bytes"
+        data = bytes(source)
+    elif isinstance(source, str) and source[:5].lower() == "data:":
+        name = f"The {what} in the data: URI"
+        data = _data_uri(source, what, most)
+    elif isinstance(source, str) and _scheme(source) in ("http", "https") and limits.domains:
+        name = f"The {what} at the address"
+        data = fetch(source, what, limits, most)
+    elif isinstance(source, (str, os.PathLike)):
+        path = _local_path(os.fspath(source), what, limits)
+        name = f"The {what} file {path}"
+        data = _read(path, what, most)
+    else:
+        rest = "a PIL image or a NumPy array" if what == "image" else "a list of frames or a NumPy array [T, H, W, C]"
+        raise InputError(
+            f"The {what} of type {type(source).__name__} is not usable; give a path, bytes, a data: URI, {rest}."
+        )
+    if not data:
+        raise InputError(f"{name} is empty; give one with content.")
+    if len(data) > most:
+        raise _too_large(name, most)
+    return name, data
+
+
+def _too_large(name: str, most: int) -> InputError:
+    return InputError(f"{name} has more than {most:,} bytes; give a smaller file.")
+
+
+def _scheme(text: str) -> str:
+    return text.split("://", 1)[0].strip().lower() if "://" in text else ""
+
+
+def _local_path(source: str | bytes, what: str, limits: MediaLimits) -> Path:
+    text = os.fsdecode(source)
+    scheme = _scheme(text)
+    if not limits.paths:
+        kind = "an address, and none is fetched" if scheme else "a path, and no files are read"
+        raise InputError(f"The {what} is given as {kind} here; send its content as a data: URI.")
+    if scheme == "file":
+        return Path(unquote(urlsplit(text).path))
+    if scheme:
+        raise InputError(
+            f"The {what} address {text[:200]} is on the network; download it first and give the file's path."
+        )
+    if not text:
+        raise InputError(f"The {what} path is empty; give the path of a file.")
+    return expanded(text)
+
+
+def _read(path: Path, what: str, most: int) -> bytes:
+    """Read a regular file; its kind is checked before it is opened, because opening a device can already act."""
+    try:
+        _check_regular(os.stat(path), path, what)
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            _check_regular(status, path, what)
+            if status.st_size > most:
+                raise _too_large(f"The {what} file {path}", most)
+            return file.read(most + 1)
+    except InputError:
+        raise
+    except (OSError, ValueError, MemoryError) as error:
+        why = "may not be read" if isinstance(error, PermissionError) else "does not exist"
+        raise InputError(f"The {what} file {str(path)[:200]} {why}; give the path of a readable file.") from None
+
+
+def _check_regular(status: os.stat_result, path: Path, what: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "directory" if stat.S_ISDIR(status.st_mode) else "pipe, socket or device"
+        raise InputError(f"The path {path} is a {kind}; give that of one {what} file.")
+
+
+def _data_uri(uri: str, what: str, most: int) -> bytes:
+    header, comma, body = uri.partition(",")
+    if not comma:
+        raise InputError(f"The {what} data: URI has no comma; expected data:{what}/<type>;base64,<data>.")
+    if len(body) > 3 * most + 4096:  # the longest form: every byte written as %XX
+        raise _too_large(f"The {what} in the data: URI", most)
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(f"The {what} data: URI is not valid base64; encode the file's bytes again.") from None
 
 
 def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:

@@ -20,8 +20,8 @@ import numpy as np
 from saccade.errors import InputError, KilledError
 from saccade.inputs.media import decoder
 from saccade.inputs.media.decoder import Decoder, Refused, Timeline, accepted_container, receive, send
-from saccade.inputs.media.images import load_image, to_uint8
-from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
+from saccade.inputs.media.images import load_image, read_source, to_uint8
+from saccade.inputs.media.sources import LOCAL, MediaLimits
 
 ASSUMED_FPS = 24.0  # frames per second where nothing says the rate (the value that transformers assumes)
 
