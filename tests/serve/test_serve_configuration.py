@@ -17,9 +17,9 @@ from checkpoints import ready, vlm
 from saccade.cli import main
 from saccade.cli.serve import serve
 from saccade.serve import server
+from saccade.serve.answers import StopCutter
 from saccade.serve.app import make_app
 from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
-from saccade.serve.decoding import StopCutter
 from saccade.serve.refusals import Refusal
 from saccade.serve.service import Gate
 

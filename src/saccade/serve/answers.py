@@ -11,14 +11,74 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
+from torch import Tensor
+
 from saccade.output import Output, TreeTrace
-from saccade.serve.decoding import StopCutter
-from saccade.serve.monitoring import FINISHED, accepted_per_pass
-from saccade.serve.owner import Event
+from saccade.serve.owner import FINISHED, Event, accepted_per_pass
 from saccade.serve.refusals import DONE, Json, Refusal
 from saccade.serve.replies import Reply, ReplyParser
 from saccade.serve.schemas import StreamOptions
 from saccade.stream import Detokenizer, TokenTexts
+
+
+class StopCutter:
+    """Text up to the first stop string; text that may begin one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.stop: str | None = None  # the first, once there is one
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
+
+    def add(self, text: str, last: bool = False, counts: bool = True) -> str:
+        """Append text and return what can no longer be part of a stop string.
+
+        ``last``: nothing follows; ``counts``: whether a stop string whose end is in this text counts.
+        """
+        if not self._stops or self.stopped:
+            return "" if self.stopped else text
+        held = self._held + text
+        places = [(place, stop) for stop in self._stops if counts and (place := held.find(stop)) >= 0]
+        if places:
+            place, self.stop = min(places)
+            self._held = ""
+            return held[:place]
+        most = 0 if last else min(len(held), max(map(len, self._stops)) - 1)
+        ends = (held[len(held) - n :] for n in range(most, 0, -1))
+        self._held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")
+        return held[: len(held) - len(self._held)]
+
+
+class StopText:
+    """Stopping criterion: beyond ``minimum`` ids the content ends one of the strings. One object serves one row.
+
+    Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which clients choose.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        prompt_length: int,
+        minimum: int,
+        parser: ReplyParser | None,
+        hidden: frozenset[int],
+    ) -> None:
+        self._text, self._cutter = Detokenizer(tokenizer, special=parser is not None), StopCutter(stops)
+        self._parser, self._hidden, self._read = parser, hidden, prompt_length
+        self._minimum = minimum
+
+    def __call__(self, ids: Tensor, scores: Any) -> bool:
+        """Whether the content in the ids ``[1, S]`` behind the prompt contains a stop string."""
+        new = ids[0, self._read :].tolist()
+        text = self._text.add([token for token in new if token not in self._hidden])
+        if self._parser is not None:
+            text = self._parser.add(text).content
+        self._cutter.add(text, counts=ids.shape[1] > self._minimum)
+        self._read = ids.shape[1]
+        return self._cutter.stopped
 
 
 @dataclass(frozen=True, slots=True)

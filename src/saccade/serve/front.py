@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 
 from saccade.serve.configuration import ServerConfig
-from saccade.serve.monitoring import PREFIX
+from saccade.serve.owner import PREFIX
 from saccade.serve.refusals import Refusal, invalid, overloaded
 from saccade.serve.service import ClientGone, Gate, Message, Receive, Send, body_of, disconnected
 

@@ -1,4 +1,4 @@
-"""Served models: the method of every request, and jobs from bodies."""
+"""Served models: the method of every request, its decoding options, and jobs from bodies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
 from saccade.draft.heads.mtp import mtp_config
+from saccade.engine.row import ends_of
+from saccade.engine.row import plan as plan_rows
 from saccade.errors import SaccadeError
+from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.methods.settings import GROUPS
-from saccade.serve.answers import Choice
+from saccade.serve.answers import Choice, StopText
 from saccade.serve.configuration import Limits, ModelEntry
-from saccade.serve.decoding import Planner, stops_of
+from saccade.serve.decoding import LogprobRecorder, Penalties, Planned, ThoughtBudget
 from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import Json, invalid
+from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import (
     AnyRequest,
     ChatRequest,
@@ -35,7 +39,7 @@ from saccade.serve.schemas import (
     conversation,
     has_media,
 )
-from saccade.serve.tools import CallPolicy, policy_of
+from saccade.serve.tools import CallPolicy, ReplyFormat, policy_of, structure_rule
 from saccade.serve.workers import PromptWorkers
 from saccade.wording import unknown_name
 
@@ -44,6 +48,9 @@ if TYPE_CHECKING:
 
 CHARACTERS_PER_TOKEN = 100
 """No tokenizer's tokens are longer on average: text beyond it is refused before it is tokenized."""
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy decoding, as in vLLM; smaller ones overflow
+MOST_SCHEMAS = 64
+MOST_SCHEMA_BYTES = 64 * 1024
 MOST_METHODS = 64  # composed methods that are remembered per model
 
 
@@ -72,7 +79,7 @@ class ServedModel:
             self.setting(name)  # a profile that does not fit the loaded parts is a mistake of the configuration
 
     def labels(self, vlm: VLM) -> tuple[str, str, str]:
-        """Values of `monitoring.LABELS` for answers of the model with a method."""
+        """Values of `owner.LABELS` for answers of the model with a method."""
         return self.label, vlm.method, str(vlm.lossless).lower()
 
     @cached_property
@@ -270,6 +277,134 @@ class ServedModel:
         if any(not 0 <= token < size or token in visual for token in prompt):
             raise invalid(f"prompt: every token id must be from 0 to {size - 1}, and of text.", "prompt")
         return Prompt(tuple(prompt))
+
+
+def stops_of(body: AnyRequest) -> Sequence[str]:
+    """Stop strings of an answer; one that has a form is ended by it alone."""
+    return () if body.structures or policy_of(body).forced else body.stops
+
+
+class Planner:
+    def __init__(self, vlm: VLM, limits: Limits) -> None:
+        self._vlm, self._default, self._most = vlm, limits.default_max_tokens, limits.max_tokens
+        self.context = vlm.target.traits.limits.context  # tokens; None without a limit
+        self._tokenizer = vlm.processor.tokenizer
+        template = vlm.processor.chat_template or getattr(self._tokenizer, "chat_template", None)
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        self.replies = ReplyFormat(self._tokenizer, "\n".join(texts))
+        self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
+
+    def plan(self, body: AnyRequest, prompt: Prompt, begun: str) -> Planned:
+        (row,) = plan_rows(self._vlm.target, [prompt], tokenizer=self._tokenizer, **self.options(body, prompt, begun))
+        recorder = None
+        if body.num_logprobs is not None:
+            recorder = LogprobRecorder(body.num_logprobs)
+            row = replace(row, processors=(recorder, *row.processors))
+        return Planned(row, recorder, begun)
+
+    def options(self, body: AnyRequest, prompt: Prompt, begun: str) -> dict[str, Any]:
+        """Return a request's options under the names of `saccade.stream.GenerationOptions`."""
+        limit = self._limit(body, len(prompt))
+        options: dict[str, Any] = {"max_new_tokens": limit, **self._sampling(body)}
+        if body.min_tokens:
+            if body.min_tokens > limit:
+                raise invalid(f"min_tokens is {body.min_tokens}, above max_tokens of {limit}; lower it.", "min_tokens")
+            options["min_new_tokens"] = body.min_tokens
+        if body.repetition_penalty is not None:
+            options["repetition_penalty"] = body.repetition_penalty
+        size = self._vlm.target.vocab_size
+        for name in body.logit_bias:
+            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= size:
+                raise invalid(f"logit_bias: {name[:40]!r} is no token id below {size}.", "logit_bias")
+        if body.logit_bias:
+            options["sequence_bias"] = {(int(name),): float(value) for name, value in body.logit_bias.items()}
+        processors: list[Any] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalties(len(prompt), body.presence_penalty, body.frequency_penalty))
+        ends = set(body.stop_token_ids)
+        if any(end >= size for end in ends):
+            raise invalid(f"stop_token_ids: {max(ends)} is no token id below {size}.", "stop_token_ids")
+        grammar = self._grammar(body, begun)
+        if grammar is not None:
+            processors.append(grammar)
+        if isinstance(body, ChatRequest) and body.thinking_token_budget >= 0:
+            if self.replies.thought is None:
+                raise invalid(
+                    "thinking_token_budget: this model writes no thoughts, or its marks are unknown; leave it out.",
+                    "thinking_token_budget",
+                )
+            hidden = self.parser(body, begun)[1]
+            processors.append(ThoughtBudget(self.replies, body.thinking_token_budget, begun, hidden))
+        if ends or body.ignore_eos:
+            known = () if body.ignore_eos else ends_of(self._vlm.target.model, self._tokenizer)
+            options["eos_token_id"] = sorted(ends.union(known))
+        if processors:
+            options["logits_processor"] = processors
+        if stops := stops_of(body):
+            parts = (len(prompt), len(prompt) + body.min_tokens, *self.parser(body, begun))
+            options["stopping_criteria"] = [StopText(self._tokenizer, stops, *parts)]
+        return options
+
+    def parser(self, body: AnyRequest, begun: str) -> tuple[ReplyParser | None, frozenset[int]]:
+        """Parser of an answer, None where all of it is content, and ids of tokens without a text."""
+        policy, parser = policy_of(body), None
+        hidden = frozenset(() if body.structures or policy.has_grammar else body.stop_token_ids)  # text in a grammar
+        if isinstance(body, ChatRequest):
+            parser = self.replies.parser(policy, begun)
+        return parser, hidden | self.replies.dropped if parser else hidden
+
+    def _grammar(self, body: AnyRequest, begun: str) -> Rollback | None:
+        """Return the processor of what an answer may be; None where it may be anything."""
+        policy, structure = policy_of(body), next(iter(body.structures), None)
+        if structure is None and not policy.has_grammar:
+            return None
+        thinks = isinstance(body, ChatRequest) and self.replies.thought is not None
+        is_whole = structure is not None and not policy.functions and not thinks  # of the answer
+        if structure is not None and structure.kind == "grammar":
+            if not is_whole:
+                raise invalid(
+                    "A grammar constrains the whole answer, which leaves no place for reasoning or tools; give a "
+                    "schema, a regex or a choice.",
+                    "structured_outputs",
+                )
+            return self._compiled(structure.value)
+        if structure is not None and structure.kind == "json" and is_whole:
+            schema = structure.value  # unsorted: answers follow the properties' order
+            return self._compiled(schema if isinstance(schema, str) else json.dumps(schema), structure.whitespace)
+        form = None if structure is None else partial(structure_rule, structure)
+        return self._compiled(self.replies.grammar(policy, begun, form, thinks))
+
+    def _compile(self, text: str, whitespace: bool | None = None) -> Rollback:
+        """Compile a grammar, or a schema, whose JSON may or may not have white space."""
+        if len(text) > MOST_SCHEMA_BYTES:
+            raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
+        size = self._vlm.target.vocab_size
+        if whitespace is None:
+            return lark(text, self._tokenizer, size)
+        return json_schema(text, self._tokenizer, size, whitespace=whitespace)
+
+    def _limit(self, body: AnyRequest, prompt_length: int) -> int:
+        if body.max_tokens is not None:
+            if self._most is not None and body.max_tokens > self._most:
+                raise invalid(f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens")
+            return body.max_tokens
+        most = min(self._default, self._most or self._default)
+        return most if self.context is None else max(min(most, self.context - prompt_length), 1)
+
+    def _sampling(self, body: AnyRequest) -> dict[str, Any]:
+        """Greedy decoding at temperature 0; sampling with any other sampling field; else the checkpoint's own."""
+        defaults = self._vlm.target.model.generation_config
+        if body.temperature is not None and body.temperature < GREEDY_BELOW:
+            return {"do_sample": False}
+        fields = ("temperature", "top_p", "top_k", "min_p")
+        options = {name: value for name in fields if (value := getattr(body, name)) is not None}
+        if options.get("top_k") == -1:
+            options["top_k"] = 0
+        if not options and not defaults.do_sample:
+            return {"do_sample": False}
+        if defaults.top_k is None:
+            options.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
+        return {"do_sample": True, **options}
 
 
 def _salt(client: str | None, cache_salt: str | None) -> str:

@@ -24,8 +24,7 @@ from saccade.inputs.processor import MediaOptions
 from saccade.serve.answers import Choice, Form, Piece, usage
 from saccade.serve.configuration import MIB, Limits, ServerConfig
 from saccade.serve.models import ServedModel
-from saccade.serve.monitoring import Metrics, Timing
-from saccade.serve.owner import Event, Job, Owner
+from saccade.serve.owner import Event, Job, Metrics, Owner, Timing
 from saccade.serve.refusals import Json, Refusal, invalid, refusal_of, too_many
 from saccade.serve.schemas import AnyRequest, ChatRequest, CompletionRequest, StreamOptions, checked, has_media
 from saccade.serve.workers import PromptWorkers
