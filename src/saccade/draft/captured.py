@@ -24,6 +24,7 @@ from saccade.draft.trees.policy import (
     FixedShape,
     Frontier,
     Growth,
+    PolicySession,
     Proposer,
     StaticTree,
     TopProposer,
@@ -34,6 +35,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.agreement import are_close
 from saccade.target_model.attention import ALL
 from saccade.target_model.cache import HostNumbers, RowCache, on_device
+from saccade.target_model.context import Context
 from saccade.target_model.executor import Unread
 from saccade.target_model.graphs import MOST_TOKENS, QUERIES, GraphExecutor, Graphs, Shape, keys_for, lay_out
 from saccade.tree import DraftTree, Emitted, Rows
@@ -143,30 +145,17 @@ class DraftGraphs(Graphs):
         caches: Sequence[RowCache],
         rows: Rows,
         new: Emitted | Unread,
-        first: Sequence[int],
-        limit: int,
         numbers: HostNumbers,
         others: Sequence[tuple[int, ...]],
-        fix: Callable[[CapturedDraft], Drafted],
-        begun: Begun,
-        features: Sequence[Tensor] = (),
-        moves: int = 0,
+        capture: Capture,
     ) -> DraftTree | CapturedDraft | None:
         """Return the trees of a captured draft, one that was captured just now and is to be compared, or None.
 
         Args:
-            first: every row's position of the first new token.
             others: integers that are sent to the device with its own.
-            fix: drafts with all numbers in the memory of a captured draft.
-            begun: trees of this or other rows that were begun after the same tokens; used if they suit.
-            features: every row's states for the new tokens, and as many as there is memory for.
-            moves: as of `Graphs`, next to those of the executor and the caches.
         """
-        served = begun.places(rests(caches, rows, limit))
-        if served is not None:
-            made: DraftTree = begun.made
-            return made.chosen(numbers.get(served)) if served else made
-        shape, width = self._shape(caches, rows, max(first), limit), self.width
+        first, features = capture.first, capture.features
+        shape, width = self._shape(caches, rows, max(first), capture.limit), self.width
         most = new.tokens.shape[1] if isinstance(new, Unread) else max(map(len, new))
         if shape is None or most > width or any(len(each) < width for each in features):
             return None
@@ -181,7 +170,9 @@ class DraftGraphs(Graphs):
                 table += (*tokens, *[0] * (width - len(tokens)), len(tokens), *place)
             numbers.send([table, *others])
             sent = numbers.get(table).view(len(rows), -1)
-        step: CapturedDraft | None = self._current(shape, moves, self.pool.moves, *(cache.moves for cache in caches))
+        step: CapturedDraft | None = self._current(
+            shape, capture.moves, self.pool.moves, *(cache.moves for cache in caches)
+        )
         if step is not None:
             with self.pool.lock:
                 step.numbers.copy_(sent)
@@ -193,43 +184,17 @@ class DraftGraphs(Graphs):
         if isinstance(new, Unread):  # which the host would have to compare
             return None
 
-        def capture() -> CapturedDraft:
+        def captured() -> CapturedDraft:
             step = CapturedDraft(shape, width, sent.clone(), torch.stack([*features]) if features else None)
-            step.replay, step.drafted = self.pool.capture(lambda: fix(step))
+            step.replay, step.drafted = self.pool.capture(lambda: capture.fix(step))
             return step
 
-        captured: CapturedDraft | None = self._captured(capture) if self._is_due(shape) else None
-        return captured
+        made: CapturedDraft | None = self._captured(captured) if self._is_due(shape) else None
+        return made
 
-    def agrees(
-        self,
-        step: CapturedDraft,
-        growth: Growth,
-        limit: int,
-        pair: Callable[[list[Tensor], Frontier | None], tuple[Tensor, Tensor]],
-        dtype: torch.dtype,
-    ) -> bool:
-        """Whether ordinary operations give what was captured; it is kept then, or else there are no graphs any more.
-
-        Every level runs on the captured one's nodes, and the tree grows from the captured states.
-
-        Args:
-            growth: of the same trees.
-            pair: logits of the captured states of a level, or of the root, and the ordinary ones, given the captured
-                states up to there.
-            dtype: by which they are rounded.
-        """
-        drafted, levels, is_close = step.drafted, list[Tensor](), True
-        for place, frontier in enumerate([None, *drafted.frontiers]):
-            ours, theirs = pair(drafted.ran[: place + 1], frontier)
-            known = theirs > -torch.inf
-            is_close &= are_close(ours.where(known, 0).float(), theirs.where(known, 0).float(), dtype)
-            levels.append(ours)
-        tree = grow(self.policy, growth, levels[0], lambda frontier: levels[frontier.depth], limit)
-        share = (tree.tokens == drafted.tree.tokens).float().mean()
-        drafted.ran.clear()  # whose memory the next capture may use
-        drafted.frontiers.clear()
-        self._keep(step.shape, step, is_close and bool(share > LEAST_ALIKE))
+    def judge(self, step: CapturedDraft, is_right: bool) -> bool:
+        """Keep a draft that is right, or else no graphs any more; whether there still are any."""
+        self._keep(step.shape, step, is_right)
         return self.pool.enabled
 
     def _shape(self, caches: Sequence[RowCache], rows: Rows, first: int, limit: int) -> DraftShape | None:
@@ -247,6 +212,90 @@ class DraftGraphs(Graphs):
             keys.append(keys_for(max(visible)))
         limit = min(limit, self.policy.max_depth) if self.policy.can_sample else 0
         return DraftShape(tuple(starts), tuple(keys), keys_for(first + more), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What a captured draft of some rows is made of, besides their caches."""
+
+    graphs: DraftGraphs
+    limit: int  # depth of the trees
+    dtype: torch.dtype  # by which logits are rounded
+    first: Sequence[int]  # every row's position of the first new token
+    fix: Callable[[CapturedDraft], Drafted]  # drafts with all numbers in the memory of a captured draft
+    features: Sequence[Tensor] = ()  # every row's states for the new tokens, and as many as there is memory for
+    moves: int = 0  # as of `Graphs`, next to those of the executor and the caches
+
+
+Pair = Callable[[list[Tensor], Frontier | None], tuple[Tensor, Tensor]]
+
+
+class CapturedDrafts:
+    """Captured drafts of a session, and the draft that it began from a verdict that the host had not read."""
+
+    def __init__(
+        self, caches: Sequence[RowCache], numbers: HostNumbers, target: Context, shaping: PolicySession
+    ) -> None:
+        self._caches, self._numbers, self._target, self._shaping = caches, numbers, target, shaping
+        self.begun = Begun()
+        self.limit: int | None = None  # of the last draft, if a graph made it
+
+    def take_begun(self) -> Begun:
+        """Return what was begun, which serves one proposal."""
+        begun = self.begun
+        self.begun, self.limit = Begun(), None
+        return begun
+
+    def draft(
+        self, rows: Rows, new: Emitted | Unread, capture: Capture | None, begun: Begun
+    ) -> DraftTree | CapturedDraft | None:
+        """As of `DraftGraphs.draft`; trees of these or more rows that were begun after the same tokens serve, too."""
+        if capture is None:
+            return None
+        places = begun.places(rests(self._caches, rows, capture.limit))
+        made: DraftTree | CapturedDraft | None = begun.made
+        if places:
+            made = begun.made.chosen(self._numbers.get(places))
+        elif places is None:
+            others = self._target.numbers_of(rows)
+            made = capture.graphs.draft(self._caches, rows, new, self._numbers, others, capture)
+        if isinstance(made, DraftTree):
+            self.limit = capture.limit
+        return made
+
+    def agrees(self, rows: Rows, roots: Tensor, capture: Capture, step: CapturedDraft, pair: Pair) -> bool:
+        """Whether ordinary operations give what was captured; it is kept then, or else there are no graphs any more.
+
+        Every level runs on the captured one's nodes, and the tree grows from the captured states.
+
+        Args:
+            roots: ``[A]`` tokens of these rows.
+            pair: logits of the captured states of a level, or of the root, and the ordinary ones, given the captured
+                states up to there.
+        """
+        growth = self._shaping.begin(rows, roots, TopProposer())
+        drafted, levels, is_close = step.drafted, list[Tensor](), True
+        for place, frontier in enumerate([None, *drafted.frontiers]):
+            ours, theirs = pair(drafted.ran[: place + 1], frontier)
+            known = theirs > -torch.inf
+            is_close &= are_close(ours.where(known, 0).float(), theirs.where(known, 0).float(), capture.dtype)
+            levels.append(ours)
+        tree = grow(capture.graphs.policy, growth, levels[0], lambda frontier: levels[frontier.depth], capture.limit)
+        share = (tree.tokens == drafted.tree.tokens).float().mean()
+        drafted.ran.clear()  # whose memory the next capture may use
+        drafted.frontiers.clear()
+        for cache in self._caches:
+            cache.drop(rows)
+        return capture.graphs.judge(step, is_close and bool(share > LEAST_ALIKE))
+
+    def begin_next(self, rows: Rows, unread: Unread, capture: Capture | None) -> None:
+        """Begin a draft after tokens that the host has not read."""
+        if capture is not None:
+            self.begin(rows, capture.limit, self.draft(rows, unread, capture, Begun()))
+
+    def begin(self, rows: Rows, size: int, made: Any) -> None:
+        """Retain what was made of a size, if anything, for the next proposal."""
+        self.begun = Begun() if made is None else Begun(rests(self._caches, rows, size), made)
 
 
 def _widest(policy: TreePolicy) -> int:

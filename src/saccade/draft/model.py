@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.captured import Capture, CapturedDraft, CapturedDrafts, Drafted, DraftGraphs, capturing, reserve
 from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
 from saccade.draft.trees.policy import (
     ConfidentChain,
@@ -73,8 +73,7 @@ class ModelDraftSession(DraftSession):
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._steps = 0  # of the last chains
-        self._limit: int | None = None  # of the last draft, if a graph made it
-        self._next = Begun()
+        self._captured = CapturedDrafts([self.context.cache], self._numbers, target, self._shaping)
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
@@ -114,7 +113,7 @@ class ModelDraftSession(DraftSession):
         return True
 
     def _begin(self, row: int, prompt: Prompt) -> None:
-        self._next.abandon(row)
+        self._captured.begun.abandon(row)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
@@ -128,7 +127,7 @@ class ModelDraftSession(DraftSession):
         return earlier is not None and is_later_turn(earlier, prompt)
 
     def forget(self, row: int) -> None:
-        self._next.abandon(row)
+        self._captured.begun.abandon(row)
         self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
@@ -136,26 +135,25 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        begun, self._next, self._limit, self.can_begin = self._next, Begun(), None, False
+        begun, self.can_begin = self._captured.take_begun(), False
         tree = self._drafted_ahead(rows, new, proposer, limit, begun)
         if tree is not None:
             return tree
-        captured = self._by_graph(rows, new, proposer, limit, begun) if self._drafter.is_captured else None
+        capture = self._capture(rows, new, proposer, limit)
+        captured = self._captured.draft(rows, new, capture, begun)
         if isinstance(captured, DraftTree):
-            self._limit, self.can_begin = limit, True
+            self.can_begin = True
             self.context.commit(rows, [range(len(each)) for each in new], new)
             return captured
         logits = self.run(rows, new, self._target.numbers_of(rows))
-        if captured is not None and self._agrees(rows, new, logits, captured, limit):
+        if capture is not None and captured is not None and self._agrees(rows, new, logits, capture, captured):
             return captured.tree()
         return self.draft(rows, new, logits, proposer, limit)
 
-    def _by_graph(
-        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun
-    ) -> DraftTree | CapturedDraft | None:
-        """As of `DraftGraphs.draft`."""
+    def _capture(self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int) -> Capture | None:
+        """Return how drafts of these rows after these tokens are captured; None where they are not."""
         drafter, context = self._drafter, self.context
-        executor = capturing(drafter.model, proposer)
+        executor = capturing(drafter.model, proposer) if drafter.is_captured else None
         steps, first = context.cache.graphs, context.next_positions(rows)
         if executor is None or steps is None or first is None or context.cache.states is not None:
             return None
@@ -164,18 +162,8 @@ class ModelDraftSession(DraftSession):
             return None
         if drafter.key not in steps.drafts:
             steps.drafts[drafter.key] = DraftGraphs(executor, drafter.policy, drafter.model.traits.masks.reach)
-        captured: DraftTree | CapturedDraft | None = steps.drafts[drafter.key].draft(
-            [context.cache],
-            rows,
-            new,
-            first,
-            limit,
-            self._numbers,
-            self._target.numbers_of(rows),
-            partial(self._fix, rows, limit),
-            begun=begun,
-        )
-        return captured
+        fix = partial(self._fix, rows, limit)
+        return Capture(steps.drafts[drafter.key], limit, drafter.model.dtype, first, fix)
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
@@ -211,7 +199,9 @@ class ModelDraftSession(DraftSession):
     def _scored(self, states: Tensor) -> Tensor:
         return self._shared(self._drafter.model.lm_head(states))
 
-    def _agrees(self, rows: Rows, new: Emitted, logits: Sequence[Tensor], captured: CapturedDraft, limit: int) -> bool:
+    def _agrees(
+        self, rows: Rows, new: Emitted, logits: Sequence[Tensor], capture: Capture, captured: CapturedDraft
+    ) -> bool:
         """Whether ordinary operations behind the roots' logits give a captured draft."""
         levels, drafter = list[tuple[int, int]](), self._drafter
 
@@ -222,11 +212,8 @@ class ModelDraftSession(DraftSession):
                     theirs = self._level(rows, frontier, levels)
             return self._scored(ran[-1]), theirs
 
-        growth = self._shaping.begin(rows, self._numbers.get([each[-1] for each in new]), TopProposer())
-        graphs = self.context.cache.graphs.drafts[drafter.key]
-        agrees: bool = graphs.agrees(captured, growth, limit, pair, drafter.model.dtype)
-        self.context.cache.drop(rows)
-        return agrees
+        roots = self._numbers.get([each[-1] for each in new])
+        return self._captured.agrees(rows, roots, capture, captured, pair)
 
     def _drafted_ahead(
         self, rows: Rows, new: Emitted, proposer: Proposer, limit: int, begun: Begun
@@ -273,16 +260,15 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        device, caches = self._drafter.model.device, [self.context.cache]
+        device = self._drafter.model.device
         tokens, counts = verdict.emitted(tree.tokens)
         unread = Unread(tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device), counts.to(device))
-        if self._limit is not None:
-            made: Any = self._by_graph(rows, unread, TopProposer(), self._limit, Begun())
-            size = self._limit
+        captured = self._captured
+        if captured.limit is not None:
+            captured.begin_next(rows, unread, self._capture(rows, unread, TopProposer(), captured.limit))
         else:
             made = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
-            size = self._steps
-        self._next = Begun() if made is None else Begun(rests(caches, rows, size), made)
+            captured.begin(rows, self._steps, made)
 
     def run(
         self,
@@ -376,7 +362,7 @@ class ModelDraftSession(DraftSession):
         if drafted:
             self._shaping.observe(rows, verdict.on_proposed(tree))
         else:
-            self._next = Begun()
+            self._captured.begun = Begun()
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows)

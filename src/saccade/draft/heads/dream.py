@@ -69,12 +69,7 @@ class Dream(Head):
         if self.is_released:
             self.norm = RMSNorm(width, config.norm_eps)
         self.blocks = sum(block is not None for block in (self.first, self.last))
-
-    @property
-    def pruning(self) -> Pruning:
-        """Choice of the visual tokens with entries."""
-        keep = self.config.options["keep"]
-        return Pruning(keep, keep, "attention", layers=(-1,))
+        self.pruning = Pruning(keep, keep, "attention", layers=(-1,))  # choice of the visual tokens with entries
 
     def forward(
         self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0, over: Placement | None = None

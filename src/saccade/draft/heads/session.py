@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
-from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
+from saccade.draft.captured import Capture, CapturedDraft, CapturedDrafts, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.block import FusedHead
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
@@ -132,13 +132,12 @@ class HeadDraftSession(DraftSession):
             weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
         self._fixed: CapturedDraft | None = None  # that is being captured
-        self._limit = 0  # of the last draft that a graph made
-        self._next = Begun()
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
         if not self._head.blocks:  # a cache without layers has no device
             self.cache.numbers = target.cache.numbers
         self._numbers = self.cache.share_numbers(target.cache)
+        self._captured = CapturedDrafts(self._caches, self._numbers, target, self._shaping)
         self._room = [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
         self._known = [0] * rows  # tokens whose entries have run (hidden ones included)
@@ -159,7 +158,7 @@ class HeadDraftSession(DraftSession):
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
-        self._next.abandon(row)
+        self._captured.begun.abandon(row)
         for cache in self._caches:
             cache.release(row)
         self._prompts[row] = self._known[row] = self._ahead[row] = 0
@@ -168,7 +167,7 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        self._next.abandon(row)
+        self._captured.begun.abandon(row)
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
@@ -184,7 +183,7 @@ class HeadDraftSession(DraftSession):
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
-        self._next.abandon(row)
+        self._captured.begun.abandon(row)
         self._drafter.fused.refresh()
         self._store(row, prompt, prefill)
         count = len(prompt)
@@ -211,16 +210,16 @@ class HeadDraftSession(DraftSession):
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
         new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
-        begun, self._next, self.can_begin = self._next, Begun(), False
-        captured = self._by_graph(rows, new, proposer, limit, begun) if self._drafter.is_captured else None
+        begun, capture = self._captured.take_begun(), self._capture(rows, proposer, limit)
+        captured = self._captured.draft(rows, new, capture, begun)
+        self.can_begin = isinstance(captured, DraftTree)
         if isinstance(captured, DraftTree):
-            self._limit, self.can_begin = limit, True
             self._pass(rows, [len(tokens) for tokens in new])
             return captured
         self._send_numbers(rows, new)
         root = self._catch_up(rows, new)  # [A, 1, d]
         first = self._numbers.get([tokens[-1] for tokens in new])
-        if captured is not None and self._agrees(rows, root, first, captured, limit):
+        if capture is not None and captured is not None and self._agrees(rows, root, first, capture, captured):
             tree = captured.tree()
         else:
             tree = self._grown(rows, root, first, proposer, limit).tree
@@ -241,12 +240,10 @@ class HeadDraftSession(DraftSession):
         tree = grow(self._drafter.policy, growth, self._scores(root, None), run, limit, rows, proposer.guide)
         return Drafted(tree, growth, ran, frontiers)
 
-    def _by_graph(
-        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun
-    ) -> DraftTree | CapturedDraft | None:
-        """As of `DraftGraphs.draft`."""
+    def _capture(self, rows: Rows, proposer: Proposer, limit: int) -> Capture | None:
+        """Return how drafts of these rows are captured; None where they are not."""
         drafter = self._drafter
-        executor = capturing(drafter.target, proposer)
+        executor = capturing(drafter.target, proposer) if drafter.is_captured else None
         moves = drafter.fused.moves() if executor is not None else None
         if executor is None or moves is None:
             return None
@@ -254,26 +251,15 @@ class HeadDraftSession(DraftSession):
         if graphs is None or graphs.pool is not executor:
             graphs = self.cache.graphs = DraftGraphs(executor, drafter.policy)
         first = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-        captured: DraftTree | CapturedDraft | None = graphs.draft(
-            self._caches,
-            rows,
-            new,
-            first,
-            limit,
-            self._numbers,
-            self._context.numbers_of(rows),
-            partial(self._fix, rows, limit),
-            begun,
-            self._latest(rows, graphs.width),
-            moves,
-        )
-        return captured
+        dtype = min(self._like.dtype, drafter.target.dtype, key=lambda each: each.itemsize)
+        fix, features = partial(self._fix, rows, limit), self._latest(rows, graphs.width)
+        return Capture(graphs, limit, dtype, first, fix, features, moves)
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit, Begun())
-        if made is not None:
-            self._next = Begun(rests(self._caches, rows, self._limit), made)
+        unread, limit = Unread(*verdict.emitted(tree.tokens)), self._captured.limit
+        assert limit is not None
+        self._captured.begin_next(rows, unread, self._capture(rows, TopProposer(), limit))
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
@@ -286,19 +272,16 @@ class HeadDraftSession(DraftSession):
         finally:
             self._fixed = None
 
-    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, captured: CapturedDraft, limit: int) -> bool:
+    def _agrees(
+        self, rows: Rows, root: Tensor, first: Tensor, capture: Capture, captured: CapturedDraft
+    ) -> bool:
         """Whether ordinary operations behind the roots' states ``[A, 1, d]`` give a captured draft."""
 
         def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
             states = root if frontier is None else self._run(rows, frontier, ran[:-1])
             return self._scores(ran[-1], frontier), self._scores(states, frontier)
 
-        growth = self._shaping.begin(rows, first, TopProposer())
-        dtype = min(self._like.dtype, self._drafter.target.dtype, key=lambda each: each.itemsize)
-        agrees: bool = self.cache.graphs.agrees(captured, growth, limit, pair, dtype)
-        for cache in self._caches:
-            cache.drop(rows)
-        return agrees
+        return self._captured.agrees(rows, first, capture, captured, pair)
 
     def _begun(self, growth: Growth) -> Growth:
         """Inform a step's trees of what the head knows beside its logits."""
@@ -314,7 +297,7 @@ class HeadDraftSession(DraftSession):
     ) -> None:
         self._take_states(rows, output, verdict)
         if not drafted:
-            self._next = Begun()
+            self._captured.begun = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
