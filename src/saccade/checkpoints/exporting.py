@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saccade.draft.heads.block import STRETCHED
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
-from saccade.draft.heads.head import Head, HeadConfig
+from saccade.draft.heads.head import STRETCHED, Head, HeadConfig
 from saccade.draft.heads.published.eagle3 import BIASES, NAMES, QK_NORMS, norm_names
 from saccade.draft.heads.published.released import LAYERS
 from saccade.errors import ModelError

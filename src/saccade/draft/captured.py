@@ -24,7 +24,6 @@ from saccade.draft.trees.policy import (
     FixedShape,
     Frontier,
     Growth,
-    PolicySession,
     Proposer,
     StaticTree,
     TopProposer,
@@ -35,7 +34,6 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.agreement import are_close
 from saccade.target_model.attention import ALL
 from saccade.target_model.cache import HostNumbers, RowCache, on_device
-from saccade.target_model.context import Context
 from saccade.target_model.executor import Unread
 from saccade.target_model.graphs import MOST_TOKENS, QUERIES, GraphExecutor, Graphs, Shape, keys_for, lay_out
 from saccade.tree import DraftTree, Emitted, Rows
@@ -140,21 +138,12 @@ class DraftGraphs(Graphs):
         self.width = next((size for size in QUERIES if size > policy.max_depth), 0)  # of the tokens emitted last
         self._most = max(self.width, _widest(policy))  # entries of a row in one forward
 
-    def draft(
-        self,
-        caches: Sequence[RowCache],
-        rows: Rows,
-        new: Emitted | Unread,
-        numbers: HostNumbers,
-        others: Sequence[tuple[int, ...]],
-        capture: Capture,
-    ) -> DraftTree | CapturedDraft | None:
-        """Return the trees of a captured draft, one that was captured just now and is to be compared, or None.
-
-        Args:
-            others: integers that are sent to the device with its own.
-        """
-        first, features = capture.first, capture.features
+    def draft(self, capture: Capture, new: Emitted | Unread) -> DraftTree | CapturedDraft | None:
+        """Return the trees of a captured draft, one that was captured just now and is to be compared, or None."""
+        caches, rows = capture.caches, capture.rows
+        first = capture.first
+        features = capture.features
+        numbers = capture.numbers
         shape, width = self._shape(caches, rows, max(first), capture.limit), self.width
         most = new.tokens.shape[1] if isinstance(new, Unread) else max(map(len, new))
         if shape is None or most > width or any(len(each) < width for each in features):
@@ -168,7 +157,7 @@ class DraftGraphs(Graphs):
             table: tuple[int, ...] = ()
             for tokens, place in zip(new, places, strict=True):
                 table += (*tokens, *[0] * (width - len(tokens)), len(tokens), *place)
-            numbers.send([table, *others])
+            numbers.send([table, *capture.others])
             sent = numbers.get(table).view(len(rows), -1)
         step: CapturedDraft | None = self._current(
             shape, capture.moves, self.pool.moves, *(cache.moves for cache in caches)
@@ -214,88 +203,66 @@ class DraftGraphs(Graphs):
         return DraftShape(tuple(starts), tuple(keys), keys_for(first + more), limit)
 
 
+Pair = Callable[[list[Tensor], Frontier | None], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a captured draft of some rows is made of, besides their caches."""
+    """A draft of some rows that a graph may make."""
 
     graphs: DraftGraphs
-    limit: int  # depth of the trees
-    dtype: torch.dtype  # by which logits are rounded
+    caches: Sequence[RowCache]
+    rows: Rows
     first: Sequence[int]  # every row's position of the first new token
+    limit: int  # depth of the trees
+    numbers: HostNumbers  # of the caches
+    others: Sequence[tuple[int, ...]]  # integers that are sent to the device with its own
+    dtype: torch.dtype  # by which logits are rounded
     fix: Callable[[CapturedDraft], Drafted]  # drafts with all numbers in the memory of a captured draft
     features: Sequence[Tensor] = ()  # every row's states for the new tokens, and as many as there is memory for
     moves: int = 0  # as of `Graphs`, next to those of the executor and the caches
 
-
-Pair = Callable[[list[Tensor], Frontier | None], tuple[Tensor, Tensor]]
-
-
-class CapturedDrafts:
-    """Captured drafts of a session, and the draft that it began from a verdict that the host had not read."""
-
-    def __init__(
-        self, caches: Sequence[RowCache], numbers: HostNumbers, target: Context, shaping: PolicySession
-    ) -> None:
-        self._caches, self._numbers, self._target, self._shaping = caches, numbers, target, shaping
-        self.begun = Begun()
-        self.limit: int | None = None  # of the last draft, if a graph made it
-
-    def take_begun(self) -> Begun:
-        """Return what was begun, which serves one proposal."""
-        begun = self.begun
-        self.begun, self.limit = Begun(), None
-        return begun
-
-    def draft(
-        self, rows: Rows, new: Emitted | Unread, capture: Capture | None, begun: Begun
-    ) -> DraftTree | CapturedDraft | None:
+    def draft(self, new: Emitted | Unread, begun: Begun) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`; trees of these or more rows that were begun after the same tokens serve, too."""
-        if capture is None:
-            return None
-        places = begun.places(rests(self._caches, rows, capture.limit))
-        made: DraftTree | CapturedDraft | None = begun.made
-        if places:
-            made = begun.made.chosen(self._numbers.get(places))
-        elif places is None:
-            others = self._target.numbers_of(rows)
-            made = capture.graphs.draft(self._caches, rows, new, self._numbers, others, capture)
-        if isinstance(made, DraftTree):
-            self.limit = capture.limit
-        return made
+        places = begun.places(rests(self.caches, self.rows, self.limit))
+        if places is None:
+            return self.graphs.draft(self, new)
+        made: DraftTree = begun.made
+        return made.chosen(self.numbers.get(places)) if places else made
 
-    def agrees(self, rows: Rows, roots: Tensor, capture: Capture, step: CapturedDraft, pair: Pair) -> bool:
+    def begin(self, unread: Unread) -> Begun:
+        """Begin a draft after tokens that the host has not read."""
+        made = self.graphs.draft(self, unread)
+        return Begun() if made is None else Begun(rests(self.caches, self.rows, self.limit), made)
+
+    def agrees(self, growth: Growth, step: CapturedDraft, pair: Pair) -> bool:
         """Whether ordinary operations give what was captured; it is kept then, or else there are no graphs any more.
 
         Every level runs on the captured one's nodes, and the tree grows from the captured states.
 
         Args:
-            roots: ``[A]`` tokens of these rows.
+            growth: of the same trees.
             pair: logits of the captured states of a level, or of the root, and the ordinary ones, given the captured
                 states up to there.
         """
-        growth = self._shaping.begin(rows, roots, TopProposer())
-        drafted, levels, is_close = step.drafted, list[Tensor](), True
+        drafted = step.drafted
+        levels: list[Tensor] = []
+        is_close = True
         for place, frontier in enumerate([None, *drafted.frontiers]):
             ours, theirs = pair(drafted.ran[: place + 1], frontier)
             known = theirs > -torch.inf
-            is_close &= are_close(ours.where(known, 0).float(), theirs.where(known, 0).float(), capture.dtype)
+            ours_known = ours.where(known, 0).float()
+            theirs_known = theirs.where(known, 0).float()
+            is_close &= are_close(ours_known, theirs_known, self.dtype)
             levels.append(ours)
-        tree = grow(capture.graphs.policy, growth, levels[0], lambda frontier: levels[frontier.depth], capture.limit)
+        tree = grow(self.graphs.policy, growth, levels[0], lambda frontier: levels[frontier.depth], self.limit)
         share = (tree.tokens == drafted.tree.tokens).float().mean()
         drafted.ran.clear()  # whose memory the next capture may use
         drafted.frontiers.clear()
-        for cache in self._caches:
-            cache.drop(rows)
-        return capture.graphs.judge(step, is_close and bool(share > LEAST_ALIKE))
-
-    def begin_next(self, rows: Rows, unread: Unread, capture: Capture | None) -> None:
-        """Begin a draft after tokens that the host has not read."""
-        if capture is not None:
-            self.begin(rows, capture.limit, self.draft(rows, unread, capture, Begun()))
-
-    def begin(self, rows: Rows, size: int, made: Any) -> None:
-        """Retain what was made of a size, if anything, for the next proposal."""
-        self.begun = Begun() if made is None else Begun(rests(self._caches, rows, size), made)
+        for cache in self.caches:
+            cache.drop(self.rows)
+        is_right = is_close and bool(share > LEAST_ALIKE)
+        return self.graphs.judge(step, is_right)
 
 
 def _widest(policy: TreePolicy) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from saccade.draft.captured import Capture, CapturedDraft, CapturedDrafts, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.captured import Capture, CapturedDraft, Drafted, DraftGraphs, capturing, reserve
 from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
 from saccade.draft.trees.policy import (
     ConfidentChain,
@@ -73,7 +73,8 @@ class ModelDraftSession(DraftSession):
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._steps = 0  # of the last chains
-        self._captured = CapturedDrafts([self.context.cache], self._numbers, target, self._shaping)
+        self._limit: int | None = None  # of the last draft, if a graph made it
+        self._next = Begun()
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
@@ -113,7 +114,7 @@ class ModelDraftSession(DraftSession):
         return True
 
     def _begin(self, row: int, prompt: Prompt) -> None:
-        self._captured.begun.abandon(row)
+        self._next.abandon(row)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
@@ -127,7 +128,7 @@ class ModelDraftSession(DraftSession):
         return earlier is not None and is_later_turn(earlier, prompt)
 
     def forget(self, row: int) -> None:
-        self._captured.begun.abandon(row)
+        self._next.abandon(row)
         self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
@@ -135,13 +136,16 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        begun, self.can_begin = self._captured.take_begun(), False
+        begun, self._next = self._next, Begun()
+        self._limit = None
+        self.can_begin = False
         tree = self._drafted_ahead(rows, new, proposer, limit, begun)
         if tree is not None:
             return tree
         capture = self._capture(rows, new, proposer, limit)
-        captured = self._captured.draft(rows, new, capture, begun)
+        captured = None if capture is None else capture.draft(new, begun)
         if isinstance(captured, DraftTree):
+            self._limit = limit
             self.can_begin = True
             self.context.commit(rows, [range(len(each)) for each in new], new)
             return captured
@@ -157,13 +161,23 @@ class ModelDraftSession(DraftSession):
         steps, first = context.cache.graphs, context.next_positions(rows)
         if executor is None or steps is None or first is None or context.cache.states is not None:
             return None
-        known = drafter.vocab_size <= self._num_embeddings
-        if not (known and (isinstance(new, Unread) or max(map(max, new)) < self._num_embeddings)):
+        if drafter.vocab_size > self._num_embeddings:
+            return None
+        if not isinstance(new, Unread) and max(map(max, new)) >= self._num_embeddings:
             return None
         if drafter.key not in steps.drafts:
             steps.drafts[drafter.key] = DraftGraphs(executor, drafter.policy, drafter.model.traits.masks.reach)
-        fix = partial(self._fix, rows, limit)
-        return Capture(steps.drafts[drafter.key], limit, drafter.model.dtype, first, fix)
+        return Capture(
+            steps.drafts[drafter.key],
+            [context.cache],
+            rows,
+            first,
+            limit,
+            self._numbers,
+            self._target.numbers_of(rows),
+            drafter.model.dtype,
+            partial(self._fix, rows, limit),
+        )
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
@@ -213,7 +227,7 @@ class ModelDraftSession(DraftSession):
             return self._scored(ran[-1]), theirs
 
         roots = self._numbers.get([each[-1] for each in new])
-        return self._captured.agrees(rows, roots, capture, captured, pair)
+        return capture.agrees(self._shaping.begin(rows, roots, TopProposer()), captured, pair)
 
     def _drafted_ahead(
         self, rows: Rows, new: Emitted, proposer: Proposer, limit: int, begun: Begun
@@ -263,12 +277,13 @@ class ModelDraftSession(DraftSession):
         device = self._drafter.model.device
         tokens, counts = verdict.emitted(tree.tokens)
         unread = Unread(tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device), counts.to(device))
-        captured = self._captured
-        if captured.limit is not None:
-            captured.begin_next(rows, unread, self._capture(rows, unread, TopProposer(), captured.limit))
-        else:
-            made = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
-            captured.begin(rows, self._steps, made)
+        if self._limit is not None:
+            capture = self._capture(rows, unread, TopProposer(), self._limit)
+            self._next = Begun() if capture is None else capture.begin(unread)
+            return
+        made = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
+        if made is not None:
+            self._next = Begun(rests([self.context.cache], rows, self._steps), made)
 
     def run(
         self,
@@ -362,7 +377,7 @@ class ModelDraftSession(DraftSession):
         if drafted:
             self._shaping.observe(rows, verdict.on_proposed(tree))
         else:
-            self._captured.begun = Begun()
+            self._next = Begun()
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows)

@@ -134,19 +134,19 @@ def test_a_draft_that_was_begun_serves_its_row_no_more_once_that_has_other_conte
         (prompt,) = prompts(FAMILIES["llava"], FAMILIES["llava"].row_inputs("image", number))
         (decoding,) = plan(under_test.target, [prompt], max_new_tokens=40)
         batch.add(Request(prompt), decoding)
-    while session is None or session._captured.begun.made is None:
+    while session is None or session._next.made is None:
         batch.step()
         session = batch.drafting
     assert isinstance(session, HeadDraftSession)
-    both, cache = rests(session._caches, [0, 1], session._captured.limit), session.cache
-    assert session._captured.begun.places(both) == []
-    assert session._captured.begun.places({1: both[1], 0: both[0]}) == [1, 0]
+    both, cache = rests(session._caches, [0, 1], session._limit), session.cache
+    assert session._next.places(both) == []
+    assert session._next.places({1: both[1], 0: both[0]}) == [1, 0]
     if change == "forget":
         session.forget(0)
     elif change == "move":
         cache.reserve(0, cache.capacity(0) + 2 * cache.slots)
-        both = rests(session._caches, [0, 1], session._captured.limit)
-    served = [session._captured.begun.places({row: both[row]}) for row in (0, 1)]
+        both = rests(session._caches, [0, 1], session._limit)
+    served = [session._next.places({row: both[row]}) for row in (0, 1)]
     assert (None in served) == (change is not None)
 
 
@@ -200,13 +200,13 @@ def test_rows_that_emit_unequal_numbers_of_tokens_join_and_leave_and_the_next_ba
 
 
 def _stale_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    agrees = DraftGraphs.agrees
+    judge = DraftGraphs.judge
 
     def moved(self: Any, step: Any, *arguments: Any) -> bool:
         step.read, step.features = step.features, step.features.clone()
-        return agrees(self, step, *arguments)
+        return judge(self, step, *arguments)
 
-    monkeypatch.setattr(DraftGraphs, "agrees", moved)
+    monkeypatch.setattr(DraftGraphs, "judge", moved)
 
 
 def _stale_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from heads_kit import KINDS, random_head, target
-from saccade.draft.heads.block import MOST_READ, Attention, Fusable, FusedHead, GatedMLP, Rotary, rotary_of
 from saccade.draft.heads.dream import CrossBlock
-from saccade.draft.heads.head import Head, HeadConfig, Placement
+from saccade.draft.heads.head import (
+    MOST_READ,
+    Attention,
+    Fusable,
+    FusedHead,
+    GatedMLP,
+    Head,
+    HeadConfig,
+    Placement,
+    Rotary,
+    rotary_of,
+)
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.policy import Chain

@@ -13,10 +13,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from heads_kit import KINDS, random_head, target
-from saccade.draft.heads import block
-from saccade.draft.heads.block import Block
+from saccade.draft.heads import head as heads
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import HeadConfig, Placement, build_head
+from saccade.draft.heads.head import Block, HeadConfig, Placement, build_head
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -201,9 +200,9 @@ def test_training_in_bfloat16_has_the_gradients_of_the_fused_attention(
     q, k, v = (torch.randn(2, n, 4, 8, dtype=torch.bfloat16, requires_grad=True) for n in (5, 9, 9))
     seen = torch.ones(2, 5, 9, dtype=torch.bool).tril(3) if masked else None
     over, gradients = Placement(torch.zeros(1, 9), seen), []
-    for most in (block._MAX_SCORES, 0):
-        monkeypatch.setattr(block, "_MAX_SCORES", most)
-        mixed = block._attend(q, k, v, over, 0, "all")
+    for most in (heads._MAX_SCORES, 0):
+        monkeypatch.setattr(heads, "_MAX_SCORES", most)
+        mixed = heads._attend(q, k, v, over, 0, "all")
         gradients.append(torch.autograd.grad(mixed.float().square().sum(), (q, k, v)))
     for ours, fused in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, fused, rtol=0.05, atol=0.02)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, GatedMLP, RMSNorm
-from saccade.draft.heads.head import MOST, Head, HeadConfig, Placement, Step
+from saccade.draft.heads.head import MOST, Attention, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError

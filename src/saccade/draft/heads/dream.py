@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
+from saccade.draft.heads.head import Attention, Block, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
+from saccade.draft.heads.head import Attention, Block, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step, decoupled
 
 NORMS = ("all", "block", "none")  # option of norms ahead of the attention: all, the block's alone, or none
 AFTER_IMAGE = ("text", "visual")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
+from saccade.draft.heads.head import Attention, Head, HeadConfig, Placement, RMSNorm, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
+from saccade.draft.heads.head import Head, HeadConfig, Placement, RMSNorm, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.target_model.context import Context

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Block
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import HeadConfig, Placement, Step
+from saccade.draft.heads.head import Block, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.target_model.context import Context

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.captured import Capture, CapturedDraft, CapturedDrafts, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.captured import Capture, CapturedDraft, Drafted, DraftGraphs, capturing, reserve
 from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
-from saccade.draft.heads.block import FusedHead
-from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
+from saccade.draft.heads.head import FusedHead, Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
@@ -132,12 +131,13 @@ class HeadDraftSession(DraftSession):
             weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
         self._fixed: CapturedDraft | None = None  # that is being captured
+        self._limit = 0  # of the last draft that a graph made
+        self._next = Begun()
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
         if not self._head.blocks:  # a cache without layers has no device
             self.cache.numbers = target.cache.numbers
         self._numbers = self.cache.share_numbers(target.cache)
-        self._captured = CapturedDrafts(self._caches, self._numbers, target, self._shaping)
         self._room = [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
         self._known = [0] * rows  # tokens whose entries have run (hidden ones included)
@@ -158,7 +158,7 @@ class HeadDraftSession(DraftSession):
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
-        self._captured.begun.abandon(row)
+        self._next.abandon(row)
         for cache in self._caches:
             cache.release(row)
         self._prompts[row] = self._known[row] = self._ahead[row] = 0
@@ -167,7 +167,7 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        self._captured.begun.abandon(row)
+        self._next.abandon(row)
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
@@ -183,7 +183,7 @@ class HeadDraftSession(DraftSession):
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
-        self._captured.begun.abandon(row)
+        self._next.abandon(row)
         self._drafter.fused.refresh()
         self._store(row, prompt, prefill)
         count = len(prompt)
@@ -210,10 +210,12 @@ class HeadDraftSession(DraftSession):
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
         new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
-        begun, capture = self._captured.take_begun(), self._capture(rows, proposer, limit)
-        captured = self._captured.draft(rows, new, capture, begun)
+        begun, self._next = self._next, Begun()
+        capture = self._capture(rows, proposer, limit)
+        captured = None if capture is None else capture.draft(new, begun)
         self.can_begin = isinstance(captured, DraftTree)
         if isinstance(captured, DraftTree):
+            self._limit = limit
             self._pass(rows, [len(tokens) for tokens in new])
             return captured
         self._send_numbers(rows, new)
@@ -250,16 +252,26 @@ class HeadDraftSession(DraftSession):
         graphs = self.cache.graphs
         if graphs is None or graphs.pool is not executor:
             graphs = self.cache.graphs = DraftGraphs(executor, drafter.policy)
-        first = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-        dtype = min(self._like.dtype, drafter.target.dtype, key=lambda each: each.itemsize)
-        fix, features = partial(self._fix, rows, limit), self._latest(rows, graphs.width)
-        return Capture(graphs, limit, dtype, first, fix, features, moves)
+        return Capture(
+            graphs,
+            self._caches,
+            rows,
+            [self.cache.lengths[row] + self._ahead[row] for row in rows],
+            limit,
+            self._numbers,
+            self._context.numbers_of(rows),
+            min(self._like.dtype, drafter.target.dtype, key=lambda each: each.itemsize),
+            partial(self._fix, rows, limit),
+            self._latest(rows, graphs.width),
+            moves,
+        )
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        unread, limit = Unread(*verdict.emitted(tree.tokens)), self._captured.limit
-        assert limit is not None
-        self._captured.begin_next(rows, unread, self._capture(rows, TopProposer(), limit))
+        unread = Unread(*verdict.emitted(tree.tokens))
+        capture = self._capture(rows, TopProposer(), self._limit)
+        if capture is not None:
+            self._next = capture.begin(unread)
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
@@ -272,16 +284,14 @@ class HeadDraftSession(DraftSession):
         finally:
             self._fixed = None
 
-    def _agrees(
-        self, rows: Rows, root: Tensor, first: Tensor, capture: Capture, captured: CapturedDraft
-    ) -> bool:
+    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, capture: Capture, captured: CapturedDraft) -> bool:
         """Whether ordinary operations behind the roots' states ``[A, 1, d]`` give a captured draft."""
 
         def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
             states = root if frontier is None else self._run(rows, frontier, ran[:-1])
             return self._scores(ran[-1], frontier), self._scores(states, frontier)
 
-        return self._captured.agrees(rows, first, capture, captured, pair)
+        return capture.agrees(self._shaping.begin(rows, first, TopProposer()), captured, pair)
 
     def _begun(self, growth: Growth) -> Growth:
         """Inform a step's trees of what the head knows beside its logits."""
@@ -297,7 +307,7 @@ class HeadDraftSession(DraftSession):
     ) -> None:
         self._take_states(rows, output, verdict)
         if not drafted:
-            self._captured.begun = Begun()
+            self._next = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)

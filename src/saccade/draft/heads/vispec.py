@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.dream import CrossBlock
-from saccade.draft.heads.head import LARGEST, Head, HeadConfig, Placement, Step, decoupled
+from saccade.draft.heads.head import LARGEST, Block, Head, HeadConfig, Placement, RMSNorm, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult

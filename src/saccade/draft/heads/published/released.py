@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.block import rotary_of
-from saccade.draft.heads.head import LARGEST, Head, HeadConfig, TargetShape, rope_of
+from saccade.draft.heads.head import LARGEST, Head, HeadConfig, TargetShape, rope_of, rotary_of
 from saccade.errors import ModelError
 
 Values = Mapping[str, Any]  # contents of a config.json
