@@ -30,10 +30,10 @@ CROSSED = {
     "lvspec": 26,
     "dynamic-tree": 27,
     "tabed": 28,
-    "hivis": 30,
-    "eagle2": 30,
+    "hivis": 29,
+    "eagle2": 29,
     "sage": 33,
-    "dream": 33,
+    "dream": 31,
 }
 """Most files that a warmed-up `generate` runs code of, by method: one of each kind that the built-in pair has."""
 IMPORTED = 99
