@@ -68,6 +68,8 @@ class ModelDraftSession(DraftSession):
         self.context = Context(drafter.model, rows, target.media, most, drafter.policy.max_children > 1)
         self._numbers = self.context.cache.share_numbers(target.cache)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
+        self._is_chain = drafter.policy.max_children <= 1
+        self._max_depth = drafter.policy.max_depth
         self._prompts: list[Prompt | None] = [None] * rows
         self._parts: dict[int, Prefill] = {}
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
@@ -234,10 +236,10 @@ class ModelDraftSession(DraftSession):
     ) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
         policy, vocab = self._drafter.policy, self._drafter.vocab_size
-        if policy.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
+        if not (self._is_chain and isinstance(proposer, TopProposer)) or proposer.guide is not None:
             return None
         may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
-        steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)
+        steps = min(self._max_depth, _AHEAD if may_end else _MOST_AHEAD)
         tokens = [self._embeddable(each) for each in new]
         first = self._chains_begun(begun, rows, tokens, steps)
         if first is None:

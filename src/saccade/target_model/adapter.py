@@ -457,14 +457,16 @@ class Target:
         has_logits_of_all = True
         for block in blocks:
             lengths, count = list(map(cache.lengths.__getitem__, block.rows)), block.count
-            last = max(last, _end(cache, block) - 1) if block.positions is None else sys.maxsize
+            pending = cache.pending[block.rows[0]]
+            longest = max(map(add, lengths, block.rope_deltas or [0] * len(block.rows)))
+            last = max(last, longest + pending + count - 1) if block.positions is None else sys.maxsize
             has_logits_of_all &= not block.logits_from
             masks = self.traits.masks.build(
                 lengths,
                 count,
                 dtype=self.dtype,
                 device=self.device,
-                pending=cache.pending[block.rows[0]],
+                pending=pending,
                 attention_mask=block.attention_mask,
                 depth=block.depth,
                 slot_shifts=block.slot_shifts,
@@ -505,10 +507,10 @@ class Target:
         deltas = block.rope_deltas or [0] * len(rows)
         lengths = list(map(cache.lengths.__getitem__, rows))
         first = list(map(add, lengths, deltas))
-        is_even, end = min(first) == max(first), _end(cache, block)
+        longest, pending = max(first), cache.pending[rows[0]]
+        is_even, end = min(first) == longest, longest + pending + count
         holds = self.traits.limits.holds(end)
         if depth is None:
-            pending = cache.pending[rows[0]]
             if is_even and holds:
                 return torch.arange(end - count, end, device=self.device).expand(1, len(rows), -1)
             depth = torch.arange(pending, pending + count, device=self.device)[None]
@@ -521,13 +523,3 @@ class Target:
         if max(deltas) > 0 and not holds:
             ahead = cache.numbers.get(deltas).to(self.device)[:, None]
         return positions[None] if holds else self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
-
-
-def _end(cache: RowCache, block: TokenBlock) -> int:
-    """Position behind all that a block's tokens may have where they are derived from lengths."""
-    deltas = block.rope_deltas or [0] * len(block.rows)
-    lengths = map(cache.lengths.__getitem__, block.rows)
-    longest: int = max(map(add, lengths, deltas))
-    pending = cache.pending[block.rows[0]]
-    new = block.tokens.shape[1]
-    return longest + pending + new

@@ -196,7 +196,10 @@ class Context:
 
     def _slot_shifts(self, rows: Sequence[int]) -> Tensor | None:
         """``[A, S]`` gaps counted back from the rows' ends; None without gaps."""
-        if not [row for row in rows if self._contents[row].slot_shifts is not None]:
+        for row in rows:
+            if self._contents[row].slot_shifts is not None:
+                break
+        else:
             return None
         longest = max(self.cache.lengths[row] for row in rows)
         table = []

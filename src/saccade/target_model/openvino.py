@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
+from operator import add
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -218,26 +220,27 @@ class OpenVinoExecutor(LeanExecutor):
         rows, tokens, steps, vocab = ahead
         if isinstance(tokens, Unread):
             return None
-        counts = [len(each) for each in tokens]
+        counts = list(map(len, tokens))
         pasts = [cache.lengths[row] + cache.pending[row] for row in rows]
-        ends = [past + count + steps - 1 for past, count in zip(pasts, counts, strict=True)]
+        longest = max(map(add, pasts, counts)) + steps - 1
         reach = self.target.traits.masks.reach
-        if cache.block == 1 or (reach is not None and max(ends) > reach) or vocab > len(self.target.embedding_weight):
+        if cache.block == 1 or (reach is not None and longest > reach) or vocab > len(self.target.embedding_weight):
             return None
-        for row, end in zip(rows, ends, strict=True):
-            cache.check_room(row, end)
+        segments = list[tuple[int, int]]()
+        for row, past, count in zip(rows, pasts, counts, strict=True):
+            cache.check_room(row, past + count + steps - 1)
+            segments.append((cache.start(row), cache.capacity(row)))
         places = [at + place for at, count in zip(first, counts, strict=True) for place in range(count)]
         places += [at + count + step for step in range(steps - 1) for at, count in zip(first, counts, strict=True)]
         positions = torch.tensor(places)
         context = self.target.traits.limits.context
         positions = positions if context is None else positions.clamp(max=context - 1)
         angles = self.decoder.angles(self.decoder._norm[None], positions[None])
-        segments = [(cache.start(row), cache.capacity(row)) for row in rows]
         logits = torch.empty(steps, len(rows), vocab)
         self._pending.pop(cache, None)
         with self._lock:
             bound = self._graph(cache, "ahead", steps, vocab)
-            bound.put("ids", np.array([token for each in tokens for token in each], np.int32))
+            bound.put("ids", np.array(list(chain.from_iterable(tokens)), np.int32))
             bound.put("angles", angles.float().numpy())
             self._place(bound, _Rows(segments, pasts, counts, []))
             bound.give("logits", logits.numpy())
@@ -340,7 +343,7 @@ class OpenVinoExecutor(LeanExecutor):
             bound.put("block_indices_begins", _begins([len(each) for each in numbers]))
         bound.put("past_lens", np.array(rows.past, np.int32))
         bound.put("subsequence_begins", _begins(rows.counts))
-        longest = max(past + count for past, count in zip(rows.past, rows.counts, strict=True))
+        longest = max(map(add, rows.past, rows.counts))
         bound.put("max_context_len", np.array(longest, np.int32))
         bias = _NO_MASK
         if any(mask is not None for mask in rows.masks):

@@ -74,6 +74,7 @@ class _LikeliestPaths:
     def __init__(self, policy: DynamicTree | WidthTree, roots: Tensor, reranks: bool) -> None:
         batch, device = roots.shape[0], roots.device
         self._policy, self._reranks = policy, reranks
+        self._most = policy.max_children  # of a node, and nodes that are expanded at a depth
         self._tokens = [roots[:, None]]
         self._parents = [roots.new_zeros(batch, 1)]
         self._scores = [torch.zeros(batch, 1, device=device)]  # log-probability of the path
@@ -83,12 +84,12 @@ class _LikeliestPaths:
         self._mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # over entries run so far
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        top = min(self._policy.max_children, logits.shape[2])
+        top = min(self._most, logits.shape[2])
         best, tokens = logits.log_softmax(-1, torch.float32).topk(top, -1)
         # A drafter's NaN would come before every number in `tree`, the root's score included.
         best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         scores = (best + self._frontier_scores[..., None]).flatten(1)
-        self._frontier_scores, picked = scores.topk(min(self._policy.max_children, scores.shape[1]), -1)  # [B, W']
+        self._frontier_scores, picked = scores.topk(min(self._most, scores.shape[1]), -1)  # [B, W']
         above = picked // top
         new = tokens.flatten(1).gather(1, picked)
         first, parents = self._size, self._frontier
@@ -116,4 +117,4 @@ class _LikeliestPaths:
         chosen = order[:, : self._policy.max_nodes].sort(1).values  # [B, N], node 0 first
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
         valid = torch.ones_like(chosen, dtype=torch.bool)
-        return DraftTree.of_nodes(tokens, parents, chosen, valid, self._policy.max_depth, self._policy.max_children)
+        return DraftTree.of_nodes(tokens, parents, chosen, valid, self._policy.max_depth, self._most)
