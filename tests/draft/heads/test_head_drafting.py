@@ -37,7 +37,7 @@ from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.draft.heads.head import Head, Placement
-from saccade.draft.heads.kangaroo import KangarooDraftSession
+from saccade.draft.heads.kangaroo import Kangaroo
 from saccade.draft.heads.medusa import AheadDraftSession
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDraftSession
@@ -317,10 +317,10 @@ def image_of_another_row(patch: Patch) -> None:
 
 def own_feature_is_seen(patch: Patch) -> None:
     def late(right: Any, self: Any, row: int, *args: Any) -> None:
-        kept = self._features[row].clone()
-        self._features[row][:-1] = kept[1:]
+        kept = self._features.at[row].clone()
+        self._features.at[row][:-1] = kept[1:]
         right(self, row, *args)
-        self._features[row] = kept
+        self._features.at[row] = kept
 
     changed(patch, DreamDraftSession, "_read", late)
 
@@ -346,14 +346,14 @@ def dropped_features_are_blind(patch: Patch) -> None:
     """Without an entry, a visual token is still attended to."""
 
     def blind(right: Any, self: Any, row: int, *args: Any) -> None:
-        self._features[row][self._dropped[row]] = 0
+        self._features.at[row][self._dropped[row]] = 0
         right(self, row, *args)
 
     changed(patch, DreamDraftSession, "_read", blind)
 
 
 def states_of_the_token_before(patch: Patch) -> None:
-    patch.setattr(KangarooDraftSession, "lag", 1)
+    patch.setattr(Kangaroo, "lag", 1)
 
 
 def guesses_that_do_not_see_the_root(patch: Patch) -> None:
@@ -421,7 +421,7 @@ def test_states_lost_between_turns_are_noticed(kind: str, monkeypatch: Patch) ->
     """The planted mistake: what was accepted last is not remembered once the row has ended."""
 
     def forgetful(right: Any, self: Any, row: int, *args: Any) -> Any:
-        self._features[row][max(self._known[row] - 1, 0) :] = 0
+        self._features.at[row][max(self._features.known[row] - 1, 0) :] = 0
         return right(self, row, *args)
 
     head = trained_head("llava", kind)
@@ -479,7 +479,7 @@ def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
     under.generate([Request(prompt)], max_new_tokens=2, session=session)
     own = drafting(session)
     held = [cache.nbytes / cache.slots for cache in own._caches if cache.slots]
-    features = own._features[0]
+    features = own._features.at[0]
     assert own._drafter.facts.entry_bytes == sum(held) + features.nbytes / len(features)
 
 

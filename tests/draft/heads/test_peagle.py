@@ -88,12 +88,12 @@ def masks_one_position_late(patch: Patch) -> None:
 
 
 def states_of_other_layers(patch: Patch) -> None:
-    right = HeadDraftSession._states
+    right = PEagle.fuse
 
-    def states(self: Any, output: Any) -> Tensor:
-        return torch.cat([*right(self, output).chunk(3, -1)[::-1]], -1)
+    def fuse(self: Any, states: Tensor) -> Tensor:  # of the target alone
+        return right(self, states if states.dim() == 1 else torch.cat([*states.chunk(3, -1)[::-1]], -1))
 
-    patch.setattr(PEagleDraftSession, "_states", states)
+    patch.setattr(PEagle, "fuse", fuse)
 
 
 def masks_are_not_mixed(patch: Patch) -> None:

@@ -13,6 +13,7 @@ from saccade.draft.heads.head import MOST, Attention, GatedMLP, Head, HeadConfig
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
+from saccade.target_model.adapter import Target
 from saccade.target_model.attention import ALL, MaskPlan
 from saccade.target_model.context import Context
 
@@ -127,6 +128,12 @@ class DFlash(Head):
         out: Tensor = self.context_norm(self.fc(states))
         return out
 
+    def words(self, tokens: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
+        scale: float = self.config.options["embedding_scale"]
+        if not scale:
+            return super().words(tokens, target, dtype)
+        return F.embedding(tokens, target.model.get_input_embeddings().weight).to(dtype) * scale
+
     def remember(self, features: Tensor, over: Placement) -> None:
         """Write the keys and values of features ``[B, N, d]`` of the context to the cache."""
         for place, block in enumerate(self.stack):
@@ -187,7 +194,7 @@ class DFlashDraftSession(HeadDraftSession):
         self._roots = self._slots = self._logits = torch.empty(0)  # [A, 1], [A, D, d] and [A, D, V] of this step
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
-        features = self._features[row][sources.to(self._device)][None]
+        features = self._features.at[row][sources.to(self._device)][None]
         self._lay(self.cache, [row], len(tokens), None)
         self._block.remember(features, Placement(positions, cache=self.cache))
         self.cache.commit([row], [range(len(tokens))])
@@ -220,10 +227,3 @@ class DFlashDraftSession(HeadDraftSession):
     def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
         self._block.remember(features, at)
         return features
-
-    def _words(self, tokens: Tensor) -> Tensor:
-        scale: float = self._block.config.options["embedding_scale"]
-        if not scale:
-            return super()._words(tokens)
-        rows = F.embedding(tokens, self._drafter.target.model.get_input_embeddings().weight)
-        return rows.to(self._like.dtype) * scale

@@ -162,7 +162,7 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.layout = Layout([span], slice(start + first, start + stop), self.memory.slots)
         self.memory.pending[row] += len(places)
         at, over = Placement(positions, cache=self.cache), Placement(places[None], cache=self.memory)
-        self._dream(self._features[row][first:stop][None], embedded, at, over=over)
+        self._dream(self._features.at[row][first:stop][None], embedded, at, over=over)
         self.cache.commit([row], [range(len(tokens))])
         self.memory.commit([row], [range(last - first)])
 

@@ -564,6 +564,7 @@ class Head(nn.Module, ABC):
     window: int | None = None  # positions up to which an entry attends back; None for all
     reads_words: bool = True  # entries read embeddings of their tokens, next to features
     reads_prompt: bool = True  # entries of the prompt matter to those after it
+    lag: int = 1  # distance in tokens from an entry back to the target's state that it gets, while drafting
     reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
     drafts_in_one_pass: bool = False  # all tokens, rather than level by level
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale
@@ -671,6 +672,10 @@ class Head(nn.Module, ABC):
         Shapes: embeddings ``[S, d]``; visual ``[S]``.
         """
         return embeddings[self.entries(visual)[0]]
+
+    def words(self, tokens: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
+        """Return embeddings ``[..., d]`` of emitted and draft tokens, by default the target's."""
+        return target.embed(tokens).to(dtype)
 
     def begin_from(self, target: Target) -> None:
         """Initialise from the target's weights before training; by default nothing."""

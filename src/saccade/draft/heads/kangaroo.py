@@ -37,7 +37,7 @@ class Kangaroo(Head):
     kind: ClassVar[str] = "kangaroo"
     defaults: ClassVar[Mapping[str, Any]] = {"exit": 0}
     gated: ClassVar[bool] = False
-    is_shown_visual, reads_words = False, False
+    is_shown_visual, reads_words, lag = False, False, 0
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -99,8 +99,6 @@ class KangarooDraftSession(HeadDraftSession):
     tree grows, and are dropped before the target verifies it: its forward runs their first layers again.
     """
 
-    lag: ClassVar[int] = 0
-
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
         (self._layer,) = drafter.head.layers
@@ -121,7 +119,7 @@ class KangarooDraftSession(HeadDraftSession):
         roots = self._numbers.get([tokens[-1] for tokens in new])[:, None]
         states = self._early(rows, roots, None, 0)
         for place, (row, tokens) in enumerate(zip(rows, new, strict=True)):
-            self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
+            self._features.store(row, self._features.known[row] + len(tokens) - 1, states[place])
         return super()._catch_up(rows, new)
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
@@ -134,4 +132,4 @@ class KangarooDraftSession(HeadDraftSession):
         self._depths += [depth] * tokens.shape[1]
         depths = self._numbers.get(self._depths)[None]
         context, block = self._context, self._context.block(rows, tokens, attention_mask, depths)
-        return context.target.early_exit(context.cache, block, self._layer).to(self._features[0])
+        return context.target.early_exit(context.cache, block, self._layer).to(self._like)

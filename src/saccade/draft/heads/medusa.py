@@ -159,8 +159,8 @@ class AheadDraftSession(HeadDraftSession):
     def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
         """Run nothing; return the target's states ``[A, 1, d]`` at the tokens before the last ones."""
         for row, tokens in zip(rows, new, strict=True):
-            self._known[row] += len(tokens)
-        return torch.stack([self._features[row][self._known[row] - 2, None] for row in rows])
+            self._features.known[row] += len(tokens)
+        return torch.stack([self._features.at[row][self._features.known[row] - 2, None] for row in rows])
 
     def _catch_up(self, rows: Rows, new: Emitted) -> Tensor:
         self._before = self._run_emitted(rows, new)

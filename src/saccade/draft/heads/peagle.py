@@ -13,6 +13,7 @@ from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Block, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
+from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 
@@ -64,6 +65,12 @@ class PEagle(Eagle3):
             out = block(out, at)
         return out
 
+    def words(self, tokens: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
+        if self.embed_tokens is None:
+            return super().words(tokens, target, dtype)
+        words: Tensor = self.embed_tokens(tokens)
+        return words
+
 
 class PEagleDraftSession(HeadDraftSession):
     """Draft session of a P-EAGLE head.
@@ -74,8 +81,6 @@ class PEagleDraftSession(HeadDraftSession):
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
-        assert isinstance(drafter.head, PEagle)
-        self._own_embedding = drafter.head.embed_tokens
         self._levels = drafter.policy.max_depth  # that the step drafts
         self._slack = drafter.policy.max_nodes + drafter.policy.max_depth  # no nodes run
         self._counts: list[int] = []  # of tokens that the rows emitted last
@@ -122,9 +127,3 @@ class PEagleDraftSession(HeadDraftSession):
         if frontier is None:
             self._drafted = self._drafter.logits(self._drafted)
         return self._drafted[:, 0 if frontier is None else frontier.depth, None]
-
-    def _words(self, tokens: Tensor) -> Tensor:
-        if self._own_embedding is None:
-            return super()._words(tokens)
-        words: Tensor = self._own_embedding(tokens)
-        return words

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,25 +100,57 @@ class HeadDrafter(Drafter):
         return logits if self._map is None else self._map(logits)
 
 
+class TargetFeatures:
+    """The target's states, fused for a head, at every token of every row, and how many tokens the head has read.
+
+    They are retained for all tokens: a later turn resumes where the target does, and its first entry needs the state
+    before it, which the target does not compute again.
+    """
+
+    def __init__(self, head: Head, rows: int) -> None:
+        self._head = head
+        self.like = next(head.parameters())  # of their dtype and device
+        self.at = [self.like.new_zeros(0, head.config.hidden_size) for _ in range(rows)]  # [S, d] of every row
+        self.known = [0] * rows  # tokens whose entries have run (hidden ones included)
+
+    def reserve(self, row: int, count: int) -> None:
+        short = count - self.at[row].shape[0]
+        if short > 0:
+            self.at[row] = pad(self.at[row], (0, 0, 0, short))
+
+    def forget(self, row: int) -> None:
+        self.known[row] = 0
+        self.at[row] = self.at[row][:0].clone()
+
+    def fused(self, output: ForwardOutput | PrefillResult, path: Tensor | None = None) -> Tensor:
+        """Return features ``[A, N, d]`` of a target forward, or ``[N, d]`` of a prompt; of a path's nodes alone."""
+        states = torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self.like)
+        return self._head.fuse(states if path is None else at_nodes(states, path))
+
+    def store(self, row: int, first: int, features: Tensor) -> None:
+        """Store features ``[N, d]`` of tokens from ``first`` on."""
+        self.at[row][first : first + len(features)] = features
+
+    def latest(self, rows: Rows, width: int) -> list[Tensor]:
+        """Features ``[width, d]`` for the next entries of every row, as far as there is memory."""
+        firsts = [max(self.known[row] - self._head.lag, 0) for row in rows]
+        return [self.at[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
+
+
 class HeadDraftSession(DraftSession):
     """KV cache of a head, and the target's states for its entries.
 
     A step starts with one forward over the tokens emitted last, with the target's own states: entries of draft tokens,
     computed from the head's states, are dropped, and accepted tokens run again. Below the root every node gets its
     parent's output.
-
-    The target's states are retained for every token of a row: a later turn resumes where the target does, and its
-    first entry needs the state before it, which the target does not compute again.
     """
-
-    lag: ClassVar[int] = 1
-    """Distance in tokens from an entry back to the target's state that it gets."""
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         self._drafter, self._context, self._head = drafter, target, drafter.head
         self._device = drafter.target.device
         self._shaping = drafter.policy.open(rows, self._device)
-        self._like = next(self._head.parameters())
+        self._features = TargetFeatures(self._head, rows)
+        self._like = self._features.like
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self._order = torch.arange(self._slack + 1, device=self._device)
         self._caches, drafter.spare = drafter.spare, []  # those with an entry per token run
@@ -140,10 +172,7 @@ class HeadDraftSession(DraftSession):
         self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
-        self._known = [0] * rows  # tokens whose entries have run (hidden ones included)
         self._ahead = [0] * rows  # offset from the number of entries to the next one's position
-        # Per row [S, d], of the target's states at every token.
-        self._features = [self._like.new_zeros(0, self._head.config.hidden_size) for _ in range(rows)]
         target.requirements.add_layers(*self._head.layers)
         target.requirements.embeddings |= self._head.is_shown_visual
 
@@ -152,40 +181,31 @@ class HeadDraftSession(DraftSession):
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self._room[row] = capacity
-        features, policy = self._features[row], self._drafter.policy
-        short = capacity + policy.max_nodes + policy.max_depth - features.shape[0]
-        if short > 0:
-            self._features[row] = pad(features, (0, 0, 0, short))
+        policy = self._drafter.policy
+        self._features.reserve(row, capacity + policy.max_nodes + policy.max_depth)
 
     def forget(self, row: int) -> None:
         self._next.abandon(row)
         for cache in self._caches:
             cache.release(row)
-        self._prompts[row] = self._known[row] = self._ahead[row] = 0
-        self._features[row] = self._features[row][:0].clone()
+        self._prompts[row] = self._ahead[row] = 0
+        self._features.forget(row)
         self._shaping.restart(row)
 
     @torch.inference_mode()
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._next.abandon(row)
-        self._store(row, prompt, prefill)
+        self._features.store(row, prefill.start, self._features.fused(prefill))
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
         self._prompts[row] = len(prompt)
-
-    def _take_states(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
-        along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
-        # States beyond the accepted tokens are overwritten before they are read.
-        for place, row in enumerate(rows):
-            first = self._context.cache.lengths[row]
-            self._features[row][first : first + along.shape[1]] = along[place]
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
         self._next.abandon(row)
         self._drafter.fused.refresh()
-        self._store(row, prompt, prefill)
+        self._features.store(row, prefill.start, self._features.fused(prefill))
         count = len(prompt)
         tokens, sources = self._entries(row, prompt, prefill)
         positions = self._positions(row, prompt, tokens.to(self._device))
@@ -199,11 +219,11 @@ class HeadDraftSession(DraftSession):
             self._read(row, tokens[part], sources[part], inputs, positions[..., part])
         if prefill.start < self._prompts[row]:  # not a later turn
             self._shaping.restart(row)
-        self._prompts[row] = self._known[row] = count
+        self._prompts[row] = self._features.known[row] = count
         # The first answer token's feature is the one that `Head.entries` chooses.
         (source,) = self._head.entries(pad(self._visual(prompt), (0, 1)))[1][-1:].tolist() or [count - 1]
         if source < count:
-            self._features[row][count - 1] = self._features[row][source]
+            self._features.at[row][count - 1] = self._features.at[row][source]
         return WHOLE
 
     @torch.inference_mode()
@@ -262,7 +282,7 @@ class HeadDraftSession(DraftSession):
             self._context.numbers_of(rows),
             min(self._like.dtype, drafter.target.dtype, key=lambda each: each.itemsize),
             partial(self._fix, rows, limit),
-            self._latest(rows, graphs.width),
+            self._features.latest(rows, graphs.width),
             moves,
         )
 
@@ -305,20 +325,14 @@ class HeadDraftSession(DraftSession):
     def observe(
         self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
     ) -> None:
-        self._take_states(rows, output, verdict)
+        # Features beyond the accepted tokens are overwritten before they are read.
+        for row, along in zip(rows, self._features.fused(output, verdict.path), strict=True):
+            self._features.store(row, self._context.cache.lengths[row], along)
         if not drafted:
             self._next = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
-
-    def _states(self, output: ForwardOutput | PrefillResult) -> Tensor:
-        """Return the states ``[A, N, F]``, or ``[N, F]`` of a prompt, that the head reads of a target forward."""
-        return torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self._like)
-
-    def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Store the features of the tokens that the target has read."""
-        self._features[row][prefill.start : len(prompt)] = self._head.fuse(self._states(prefill))
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return self._drafter.target.family.visual_mask(prompt.ids)
@@ -335,13 +349,13 @@ class HeadDraftSession(DraftSession):
         if self._head.positions == "target":
             positions, self._ahead[row] = self._drafter.target.positions(ids, prompt)
             if positions is not None:
-                return positions[..., tokens - self.lag]
-        self._ahead[row] = len(prompt) - self.lag - len(tokens)
-        return (tokens - self.lag)[None]
+                return positions[..., tokens - self._head.lag]
+        self._ahead[row] = len(prompt) - self._head.lag - len(tokens)
+        return (tokens - self._head.lag)[None]
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
         """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]`` where the head reads words."""
-        features = read_at(self._features[row], sources.to(self._device))[None]
+        features = read_at(self._features.at[row], sources.to(self._device))[None]
         self._lay(self.cache, [row], len(tokens), None)
         self._head(features, embedded, Placement(positions, cache=self.cache))
         self.cache.commit([row], [range(len(tokens))])
@@ -388,7 +402,7 @@ class HeadDraftSession(DraftSession):
         counts = [len(tokens) for tokens in new]
         width = max(counts)
         tokens = self._numbers.get(_padded(new)).view(-1, width)
-        hidden = self._forward(rows, torch.stack(self._latest(rows, width)), tokens, None, None, 0)
+        hidden = self._forward(rows, torch.stack(self._features.latest(rows, width)), tokens, None, None, 0)
         self._pass(rows, counts)
         return hidden
 
@@ -401,17 +415,12 @@ class HeadDraftSession(DraftSession):
         last = self._numbers.get(counts) - 1
         return at_nodes(hidden, last[:, None])
 
-    def _latest(self, rows: Rows, width: int) -> list[Tensor]:
-        """The target's states ``[width, d]`` for the next entries of every row, as far as there is memory."""
-        firsts = [max(self._known[row] - self.lag, 0) for row in rows]
-        return [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
-
     def _pass(self, rows: Rows, counts: Sequence[int]) -> None:
         """Commit the entries of the tokens that every row emitted last."""
         for cache in self._caches:
             cache.commit(rows, [range(count) for count in counts])
         for row, count in zip(rows, counts, strict=True):
-            self._known[row] += count
+            self._features.known[row] += count
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
@@ -459,8 +468,7 @@ class HeadDraftSession(DraftSession):
         return self._words(tokens) if self._head.reads_words else None
 
     def _words(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens, in the head's dtype."""
-        return self._drafter.target.embed(tokens).to(self._like.dtype)
+        return self._head.words(tokens, self._drafter.target, self._like.dtype)
 
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""

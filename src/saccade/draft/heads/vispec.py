@@ -162,7 +162,7 @@ class ViSpecDraftSession(HeadDraftSession):
         assert isinstance(drafter.head, ViSpec)
         self._vispec = drafter.head
         self._images: list[list[Image]] = [[] for _ in range(rows)]
-        self._global = self._features[0].new_zeros(rows, self._features[0].shape[1])
+        self._global = self._like.new_zeros(rows, drafter.head.config.hidden_size)
 
     def forget(self, row: int) -> None:
         super().forget(row)
@@ -180,7 +180,7 @@ class ViSpecDraftSession(HeadDraftSession):
         images = [image for image in self._images[row] if image.stop <= start]
         runs = [run for run in runs_of(self._visual(prompt), self._stops(prompt)) if run[1] > start]
         if runs:
-            inputs = self._inputs(prefill).to(self._features[0])
+            inputs = self._inputs(prefill).to(self._like)
             images += [Image(a, b, self._vispec.adaptor(inputs[a - start : b - start])) for a, b in runs]
         self._images[row] = images
         self._global[row] = images[-1].vectors[-1] if images else 0
