@@ -12,8 +12,7 @@ import torch
 from families import EOS, FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs, pristine, reference_greedy
 from numerals import Numerals
 from saccade.draft.drafter import Drafter
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned, TextOnly
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter

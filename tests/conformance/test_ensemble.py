@@ -28,8 +28,8 @@ from harness import (
 )
 from numerals import Numerals
 from saccade.draft.ensemble import ensemble as module
-from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture
-from saccade.draft.ensemble.views import Caption, Multimodal, Pruned, TextOnly, View, pooled
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture, Multimodal, Pruned, TextOnly, View
+from saccade.draft.ensemble.views import Caption, pooled
 from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning

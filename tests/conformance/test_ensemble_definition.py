@@ -13,8 +13,7 @@ from torch import Tensor
 from families import FAMILIES
 from harness import draft, prompts, second_turn, target
 from numerals import Numerals
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, TextOnly
 from saccade.draft.ensemble.weights import ERROR_FLOOR, TINY, Constant, Grid, InverseError, Weighting, simplex
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request

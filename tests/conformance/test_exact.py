@@ -13,8 +13,7 @@ import harness
 import saccade
 from families import FAMILIES, STOCK, FamilyCase
 from saccade import pocket
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Pruned
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Pruned
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.engine import Engine, Request

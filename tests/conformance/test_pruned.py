@@ -10,8 +10,7 @@ import torch
 
 from families import FAMILIES
 from harness import answer, assert_equals_generate, assert_one_shot, draft, prompt, target, tokens
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Pruned
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Pruned
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree

@@ -27,8 +27,7 @@ from sampling_kit import ROWS as SAMPLE
 from torch import Tensor
 
 from harness import DRAFTERS
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, View
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, View
 from saccade.draft.ensemble.weights import Grid
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter

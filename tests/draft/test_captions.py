@@ -23,7 +23,8 @@ from checkpoints import ready, tokenizer
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble import views
-from saccade.draft.ensemble.views import Caption, OwnCaptions, PromptMedium, TextOnly, from_checkpoint, picture
+from saccade.draft.ensemble.ensemble import TextOnly
+from saccade.draft.ensemble.views import Caption, OwnCaptions, PromptMedium, from_checkpoint, picture
 from saccade.errors import MethodError, ModelError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture
-from saccade.draft.ensemble.views import Caption, Multimodal, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture, Multimodal, TextOnly
+from saccade.draft.ensemble.views import Caption
 from saccade.draft.ensemble.weights import Grid, Verified, VerifiedBlock, blocks_of, verified_positions
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer

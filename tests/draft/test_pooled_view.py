@@ -12,7 +12,8 @@ from torch import Tensor
 
 import families
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
-from saccade.draft.ensemble.views import HalvedPictures, PooledFeatures, View, pool, pooled
+from saccade.draft.ensemble.ensemble import View
+from saccade.draft.ensemble.views import HalvedPictures, PooledFeatures, pool, pooled
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.errors import MethodError

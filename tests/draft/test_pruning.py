@@ -18,8 +18,7 @@ from PIL import Image
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Pruned
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Pruned
 from saccade.draft.pruning import Pruning, frames_of, places_of, resample, spread, two_stages
 from saccade.draft.trees.policy import Chain, TopProposer, TreePolicy
 from saccade.engine import Engine, Request

@@ -12,8 +12,7 @@ from pairs import course, draft, generate, prompt, target
 
 from families import FAMILIES
 from numerals import Numerals
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import Fixed
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter

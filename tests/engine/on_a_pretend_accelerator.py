@@ -23,8 +23,7 @@ from torch import Tensor
 from families import FAMILIES, VOCAB
 from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
 from recorded_graphs import captured_on
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, Pruned
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned
 from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter

@@ -13,8 +13,7 @@ from kit import add, alone, drain, engine, prompts
 
 from architectures import ARCHITECTURES
 from families import FAMILIES
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup

@@ -24,8 +24,7 @@ from heads_kit import random_head
 from numerals import Numerals
 from saccade.draft.assistant import AssistantDrafter
 from saccade.draft.drafter import Drafter, NullDrafter
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import Fixed
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter

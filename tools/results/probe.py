@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from saccade.bench.metrics import Array
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import View
+from saccade.draft.ensemble.ensemble import EnsembleDrafter, View
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree

@@ -186,8 +186,7 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
     pruning = pruning_of(values)
     if not pruning.prunes:
         return ModelDrafter(model, policy, vocab_size)
-    from saccade.draft.ensemble.ensemble import EnsembleDrafter
-    from saccade.draft.ensemble.views import Pruned
+    from saccade.draft.ensemble.ensemble import EnsembleDrafter, Pruned
 
     return EnsembleDrafter(model, policy, [Pruned(pruning)], vocab_size=vocab_size)
 

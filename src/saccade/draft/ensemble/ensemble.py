@@ -1,21 +1,24 @@
 """An ensemble of views of one prompt, drafted by one model in one batch (TABED, Lee et al. 2026, Section 5.1).
 
-The mixture of the views' distributions is a tree policy.
+A view is a form in which the draft model gets the prompt: unchanged, without pictures, pruned, or one of `views`. The
+mixture of the views' distributions is a tree policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DrafterFacts, DraftSession, Loaded
-from saccade.draft.ensemble.views import View
 from saccade.draft.ensemble.weights import TINY, VerifiedBlock, Weighting, blocks_of, make_weighting, verified_positions
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
+from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
@@ -23,6 +26,66 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.token_blocks import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
+
+
+class View:
+    """One form of a prompt; by default the prompt itself, prefilled as any other."""
+
+    seconds = 0.0  # time spent on captions so far
+    early = True  # whether it can be loaded before the target's prefill
+
+    def open(self, target: Context) -> None:
+        """Start a session; a view that needs the target's attention requests it here."""
+
+    def read(self, prompt: Prompt) -> Prompt:
+        """Return the draft model's form of the prompt."""
+        return prompt
+
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
+    ) -> None:
+        """Prefill a row of the draft session with the prompt that `read` returned, for ``capacity`` tokens in all."""
+        session.begin(row, capacity)
+        session.load(row, prompt, prefill)
+
+
+class Multimodal(View):
+    """M: the prompt unchanged."""
+
+
+class TextOnly(View):
+    """T: one newline in place of every image or video (Gagrani et al. 2024)."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        self._family, self._tokenizer = family_of(config), tokenizer
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return self._family.without_media(self._tokenizer, prompt) if prompt.media else prompt
+
+
+class Pruned(View):
+    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
+
+    def __init__(self, pruning: Pruning) -> None:
+        self._pruning = pruning
+        self.early = not pruning.needs_attention
+
+    def open(self, target: Context) -> None:
+        self._target = target.target.family
+        if self._pruning.needs_attention:
+            target.requirements.add_attention(self._pruning.layers, "words")
+
+    def load(
+        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
+    ) -> None:
+        # Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses
+        # them; for any other prompt the row is emptied, so that it drafts as a fresh row would.
+        if self._pruning.needs_attention and prompt.media and not session.continues(row, prompt):
+            session.context.empty(row)
+        reading = () if prefill is None else (prefill.prompt, prefill.columns, self._target)
+        dropped = self._pruning.dropped(session.context.target.family, prompt, *reading)
+        session.begin(row, capacity - len(dropped))
+        session.load_pruned(row, prompt, dropped)
 
 
 class EnsembleDrafter(Drafter):

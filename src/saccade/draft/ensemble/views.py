@@ -1,6 +1,6 @@
-"""Views: forms in which one draft model gets a prompt (TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2).
+"""Views that are made of a prompt's pictures: captions, and a quarter of the visual tokens.
 
-The prompt unchanged, without pictures, with captions, pooled to a quarter of the visual tokens, or pruned.
+TABED, Lee et al. 2026, Sections 4.1, 6.1 and I.2.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from saccade.draft.ensemble.ensemble import Multimodal, Pruned, TextOnly, View
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pruning import Pruning, places_of
 from saccade.errors import InputError, MethodError, ModelError
@@ -28,28 +29,7 @@ from saccade.inputs.families.family import Medium, PoolPoint, Prompt, half, side
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt, check_checkpoint, load_model
 from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context, PrefillResult
-
-
-class View:
-    """One form of a prompt; by default the prompt itself, prefilled as any other."""
-
-    seconds = 0.0  # time spent on captions so far
-    early = True  # whether it can be loaded before the target's prefill
-
-    def open(self, target: Context) -> None:
-        """Start a session; a view that needs the target's attention requests it here."""
-
-    def read(self, prompt: Prompt) -> Prompt:
-        """Return the draft model's form of the prompt."""
-        return prompt
-
-    def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
-    ) -> None:
-        """Prefill a row of the draft session with the prompt that `read` returned, for ``capacity`` tokens in all."""
-        session.begin(row, capacity)
-        session.load(row, prompt, prefill)
+from saccade.target_model.context import Context
 
 
 def make_views(
@@ -72,45 +52,6 @@ def make_views(
     if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
         raise MethodError(f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once.")
     return [makers[name]() for name in names]
-
-
-class Multimodal(View):
-    """M: the prompt unchanged."""
-
-
-class TextOnly(View):
-    """T: one newline in place of every image or video (Gagrani et al. 2024)."""
-
-    def __init__(self, config: Any, tokenizer: Any) -> None:
-        self._family, self._tokenizer = family_of(config), tokenizer
-
-    def read(self, prompt: Prompt) -> Prompt:
-        return self._family.without_media(self._tokenizer, prompt) if prompt.media else prompt
-
-
-class Pruned(View):
-    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
-
-    def __init__(self, pruning: Pruning) -> None:
-        self._pruning = pruning
-        self.early = not pruning.needs_attention
-
-    def open(self, target: Context) -> None:
-        self._target = target.target.family
-        if self._pruning.needs_attention:
-            target.requirements.add_attention(self._pruning.layers, "words")
-
-    def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
-    ) -> None:
-        # Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses
-        # them; for any other prompt the row is emptied, so that it drafts as a fresh row would.
-        if self._pruning.needs_attention and prompt.media and not session.continues(row, prompt):
-            session.context.empty(row)
-        reading = () if prefill is None else (prefill.prompt, prefill.columns, self._target)
-        dropped = self._pruning.dropped(session.context.target.family, prompt, *reading)
-        session.begin(row, capacity - len(dropped))
-        session.load_pruned(row, prompt, dropped)
 
 
 # -- captions ----------------------------------------------------------------------------------------------
