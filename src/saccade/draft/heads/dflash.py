@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.head import MOST, Attention, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.trees.policy import Frontier
+from saccade.draft.trees.policy import ConfidentGrowth, Frontier, Growth
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 from saccade.target_model.attention import ALL, MaskPlan
@@ -180,7 +180,10 @@ class DFlash(Head):
 
 
 class DFlashDraftSession(HeadDraftSession):
-    """Draft session of a head that drafts a block in one pass; trees of any policy grow from its slots' logits."""
+    """Draft session of a head that drafts a block in one pass; trees of any policy grow from its slots' logits.
+
+    Confident chains end by the head's forecasts, where it has some.
+    """
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
@@ -192,6 +195,7 @@ class DFlashDraftSession(HeadDraftSession):
         seen = torch.ones(1, options["block"], options["block"], dtype=torch.bool, device=self._device)
         self._seen = seen if options["ahead"] else seen.tril()
         self._roots = self._slots = self._logits = torch.empty(0)  # [A, 1], [A, D, d] and [A, D, V] of this step
+        self._sure: Tensor | None = None  # [A, W] of the slot whose logits were read last
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
         features = self._features.at[row][sources.to(self._device)][None]
@@ -220,8 +224,14 @@ class DFlashDraftSession(HeadDraftSession):
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         return self._slots[:, frontier.depth, None]
 
+    def _begun(self, growth: Growth) -> Growth:
+        if isinstance(growth, ConfidentGrowth):
+            growth.forecast = lambda: self._sure
+        return growth
+
     def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
         depth, before = (0, self._roots) if frontier is None else (frontier.depth, frontier.tokens)
+        self._sure = self._block.confidence(states, before)
         return self._block.corrected(self._logits[:, depth, None], states, before)
 
     def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:

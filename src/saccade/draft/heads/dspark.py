@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.dflash import DFlash, DFlashDraftSession
+from saccade.draft.heads.dflash import DFlash
 from saccade.draft.heads.head import HeadConfig
-from saccade.draft.trees.policy import ConfidentGrowth, Frontier, Growth
 from saccade.errors import ModelError
 
 
@@ -61,19 +60,3 @@ class DSpark(DFlash):
     @staticmethod
     def _with_state(hidden: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([hidden.expand(-1, tokens.shape[1], -1), tokens], -1)
-
-
-class DSparkDraftSession(DFlashDraftSession):
-    """Draft session that ends confident chains by the head's own forecasts."""
-
-    _sure: Tensor | None = None  # [A, W] of the slot whose logits were read last
-
-    def _begun(self, growth: Growth) -> Growth:
-        if isinstance(growth, ConfidentGrowth):
-            growth.forecast = lambda: self._sure
-        return growth
-
-    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
-        assert isinstance(self._block, DSpark)
-        self._sure = self._block.confidence(states, self._roots if frontier is None else frontier.tokens)
-        return super()._scores(states, frontier)

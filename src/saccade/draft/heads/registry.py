@@ -119,7 +119,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dspark": HeadKind(
         "dspark.DSpark",
         "denoising.DFlashObjective",
-        "dspark.DSparkDraftSession",
+        "dflash.DFlashDraftSession",
         "denoising.DFlashFeeder",
         recipe="dflash",
         summary="DFlash's head, with each draft token corrected by the one before it, and forecasts of acceptance",
