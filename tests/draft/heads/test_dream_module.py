@@ -104,7 +104,7 @@ def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
 )
 def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: int) -> None:
     head = fresh(**options)
-    assert head.blocks == len(head.new_cache(1).layers) == decoder
+    assert head.blocks == len(head.new_caches(1)[0].layers) == decoder
     assert len(head.cross) == cross
     assert all(target("llava").vocab_size not in weight.shape for weight in head.parameters())
 

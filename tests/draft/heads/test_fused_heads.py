@@ -44,7 +44,7 @@ def outputs(head: Head) -> Tensor:
     if head.kind == "vispec":
         embeddings = torch.cat([embeddings, embeddings], -1)
     dtype = next(head.parameters()).dtype
-    cache = head.new_cache(1)
+    cache = head.new_caches(1)[0]
     cache.reserve(0, ENTRIES)
     cache.plan_layout([([0], ENTRIES, MaskPlan(None, ()).build([0], ENTRIES, dtype=dtype, device=torch.device("cpu")))])
     at = Placement(torch.arange(ENTRIES)[None], cache=cache, last=ENTRIES - 1)

@@ -70,6 +70,9 @@ class Dream(Head):
         self.blocks = sum(block is not None for block in (self.first, self.last))
         self.pruning = Pruning(keep, keep, "attention", layers=(-1,))  # choice of the visual tokens with entries
 
+    def new_caches(self, rows: int) -> list[RowCache]:
+        return [*super().new_caches(rows), RowCache([next(self.parameters()).device] * self.memories, rows)]
+
     def forward(
         self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0, over: Placement | None = None
     ) -> Tensor:
@@ -116,13 +119,6 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.share_numbers(self.cache)
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "all")
-
-    def _new_caches(self, rows: int) -> list[RowCache]:
-        return [*super()._new_caches(rows), RowCache([self._device] * self._head.memories, rows)]
-
-    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
-        super().begin(row, capacity)
-        self.memory.reserve(row, capacity + self._slack)
 
     def forget(self, row: int) -> None:
         super().forget(row)

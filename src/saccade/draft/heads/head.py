@@ -197,7 +197,7 @@ class Placement:
 
     positions: Tensor  # `[B or 1, N]`, or `[3, B, N]` with M-RoPE
     attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
-    cache: RowCache | Any = None  # of `Head.new_cache`
+    cache: RowCache | Any = None  # of `Head.new_caches`
     last: int | None = None  # no position is greater, as far as the host knows; None if it does not
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -680,9 +680,9 @@ class Head(nn.Module, ABC):
     def begin_from(self, target: Target) -> None:
         """Initialise from the target's weights before training; by default nothing."""
 
-    def new_cache(self, rows: int) -> RowCache:
-        """Return an empty KV cache for up to ``rows`` rows."""
-        return RowCache([next(self.parameters()).device] * self.blocks, rows)
+    def new_caches(self, rows: int) -> list[RowCache]:
+        """Return empty KV caches for up to ``rows`` rows: that of the entries, and any next to it."""
+        return [RowCache([next(self.parameters()).device] * self.blocks, rows)]
 
 
 def build_head(config: HeadConfig) -> Head:

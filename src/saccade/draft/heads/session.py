@@ -158,7 +158,7 @@ class HeadDraftSession(DraftSession):
             for cache in self._caches:
                 cache.reset()
         else:
-            self._caches = self._new_caches(rows)
+            self._caches = self._head.new_caches(rows)
         if drafter.is_captured:
             weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
@@ -176,13 +176,12 @@ class HeadDraftSession(DraftSession):
         target.requirements.add_layers(*self._head.layers)
         target.requirements.embeddings |= self._head.is_shown_visual
 
-    def _new_caches(self, rows: int) -> list[RowCache]:
-        return [self._head.new_cache(rows)]
-
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self._room[row] = capacity
         policy = self._drafter.policy
         self._features.reserve(row, capacity + policy.max_nodes + policy.max_depth)
+        for cache in self._caches[1:]:  # the first one when its entries are known
+            cache.reserve(row, capacity + self._slack)
 
     def forget(self, row: int) -> None:
         self._next.abandon(row)
