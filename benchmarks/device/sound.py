@@ -21,8 +21,8 @@ from benchmarks.device.kit import Finding, Kit, Piece
 from saccade.engine import Request
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
-from saccade.target_model.attention import additive
 from saccade.target_model.cache import on_device
+from saccade.target_model.token_blocks import additive
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

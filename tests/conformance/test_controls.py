@@ -17,9 +17,8 @@ from harness import POLICIES, draft, prompts, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import MaskPlan
 from saccade.target_model.cache import RowCache
-from saccade.target_model.token_blocks import ForwardOutput, TokenBlock
+from saccade.target_model.token_blocks import ForwardOutput, MaskPlan, TokenBlock
 
 NEW = 24
 TREES = ("static", "dynamic")

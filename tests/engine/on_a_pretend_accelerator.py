@@ -38,7 +38,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.methods import build, get
 from saccade.methods.compositions import Models
 from saccade.pocket import draw
-from saccade.target_model import attention, cache, exact, graphs
+from saccade.target_model import cache, exact, graphs, token_blocks
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.vlm import load
@@ -386,7 +386,7 @@ def test_masks_of_trees_reach_attention_as_its_kernel_reads_them(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Of the queries' dtype, with rows and beginning at multiples of eight numbers; also of rows of unlike lengths."""
-    seen, plain = [], attention.F.scaled_dot_product_attention
+    seen, plain = [], token_blocks.F.scaled_dot_product_attention
 
     def watched(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
         if attn_mask is not None and isinstance(attn_mask, OnPretend):
@@ -394,8 +394,8 @@ def test_masks_of_trees_reach_attention_as_its_kernel_reads_them(
             seen.append((attn_mask.dtype == q.dtype, *(offset % 8 for offset in offsets)))
         return plain(q, k, v, attn_mask, **more)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(attention, "MAX_PADDING", 0)  # so that every row has a call of its own
+    monkeypatch.setattr(token_blocks.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(token_blocks, "MAX_PADDING", 0)  # so that every row has a call of its own
     ids = [tuple(range(40, 90 + 7 * row)) for row in range(rows)]
     ran = run(engine("dynamic-tree", NAME), False, device, prompts=[Prompt(each) for each in ids], new=12)
     assert set(seen) == {(True, 0, 0, 0, 0)}

@@ -16,7 +16,7 @@ from saccade.engine import step
 from saccade.pocket import draw
 from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket
-from saccade.target_model.attention import Span
+from saccade.target_model.token_blocks import Span
 from saccade.verify.rule import Uniforms
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")

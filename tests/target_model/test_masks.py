@@ -10,8 +10,7 @@ from random_trees import NaiveTree, draft_tree, trees
 from transformers import LlamaConfig
 
 from saccade.errors import InputError
-from saccade.target_model.attention import MaskPlan
-from saccade.target_model.token_blocks import ModelLimits
+from saccade.target_model.token_blocks import MaskPlan, ModelLimits
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -19,10 +19,9 @@ from saccade.draft.trees.policy import Frontier, Proposer, Signals, TreePolicy, 
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import Layout, Span
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.stock import mask_labels, packing
-from saccade.target_model.token_blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput, Layout, Span
 from saccade.target_model.traits import entry_shapes, layer_types
 from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict

@@ -32,10 +32,10 @@ from saccade.draft.trees.policy import (
 )
 from saccade.target_model.adapter import Target
 from saccade.target_model.agreement import are_close
-from saccade.target_model.attention import ALL
 from saccade.target_model.cache import HostNumbers, RowCache, on_device
 from saccade.target_model.executor import Unread
 from saccade.target_model.graphs import MOST_TOKENS, QUERIES, GraphExecutor, Graphs, Shape, keys_for, lay_out
+from saccade.target_model.token_blocks import ALL
 from saccade.tree import DraftTree, Emitted, Rows
 
 POLICIES = (Chain, StaticTree, DynamicTree, WidthTree)

@@ -19,7 +19,6 @@ from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import INT8, STORED
 from saccade.target_model.agreement import gives_stock_logits, is_exact
-from saccade.target_model.attention import Layout
 from saccade.target_model.cache import Carried, RowCache, to_device
 from saccade.target_model.exact import exact_decoder
 from saccade.target_model.executor import Ahead, Executor, chosen
@@ -32,7 +31,7 @@ from saccade.target_model.openvino_graph import missing
 from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import StockExecutor, captured_states
-from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock, concat_outputs
+from saccade.target_model.token_blocks import ForwardOutput, Layout, Requirements, TokenBlock, concat_outputs
 from saccade.target_model.traits import (
     ModelTraits,
     check_generation,

@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
-from saccade.target_model.attention import Layout, Masks, Span
 from saccade.target_model.recurrent import RecurrentStates
+from saccade.target_model.token_blocks import Layout, Masks, Span
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""

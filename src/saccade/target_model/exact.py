@@ -219,7 +219,7 @@ class ExactAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
-        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.attention.attend`."""
+        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.token_blocks.attend`."""
         dtype = values.dtype
         block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * keys.shape[2]))
         largest = values.abs().float().amax(-1).clamp_min_(_LEAST)  # of every key

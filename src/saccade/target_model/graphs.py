@@ -33,14 +33,22 @@ from torch.nn.functional import pad
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.agreement import are_close
-from saccade.target_model.attention import ALL, Layout, RowGroup, additive, run_end
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.executor import SWITCH, Ahead, Unread
 from saccade.target_model.lean import LeanDecoder, LeanExecutor
 from saccade.target_model.linear import ModuleGuard
 from saccade.target_model.recurrent import HELD, PendingTokens
 from saccade.target_model.stock import StockExecutor
-from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock
+from saccade.target_model.token_blocks import (
+    ALL,
+    ForwardOutput,
+    Layout,
+    Requirements,
+    RowGroup,
+    TokenBlock,
+    additive,
+    run_end,
+)
 
 QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
 FEWEST_KEYS = 256

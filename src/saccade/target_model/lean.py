@@ -18,13 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.target_model.attention import ALL, Layout
 from saccade.target_model.cache import RowCache
 from saccade.target_model.exact import ExactAttention, SteadyLinear, grids, make_steady, on_grid, pieces, steady_silu
 from saccade.target_model.executor import Ahead, Executor
 from saccade.target_model.fusing import adapt_layer, fits, fuse_layer, guard_of, is_plain_lora
 from saccade.target_model.linear import AdaptedLinear, Linear, WeightWatch, pack_where_faster
-from saccade.target_model.token_blocks import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
+from saccade.target_model.token_blocks import (
+    ALL,
+    ForwardOutput,
+    Layout,
+    Requirements,
+    TokenBlock,
+    pack_deepstack,
+    split_outputs,
+)
 
 _SMALL = 1 << 28  # bytes of the weights of a decoder that counts as small
 _FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept

@@ -21,7 +21,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
-from saccade.target_model.attention import ALL
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.executor import Executor
 from saccade.target_model.fusing import are_whole
@@ -29,6 +28,7 @@ from saccade.target_model.linear import PackedModules
 from saccade.target_model.recurrent import UNMASKED_TYPES
 from saccade.target_model.sharding import HOLDER
 from saccade.target_model.token_blocks import (
+    ALL,
     ForwardOutput,
     Requirements,
     TokenBlock,

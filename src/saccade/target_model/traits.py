@@ -14,9 +14,8 @@ from torch import nn
 
 from saccade.errors import ModelError
 from saccade.inputs.families import FAMILIES, family_of
-from saccade.target_model.attention import MaskPlan
 from saccade.target_model.recurrent import UNMASKED_TYPES
-from saccade.target_model.token_blocks import ModelLimits
+from saccade.target_model.token_blocks import MaskPlan, ModelLimits
 
 TESTED = {name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()}
 """``model_type`` -> name, for every family in the conformance suite; others are checked at load."""

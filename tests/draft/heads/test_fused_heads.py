@@ -30,8 +30,8 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.policy import Chain
 from saccade.target_model import linear
-from saccade.target_model.attention import ALL, Layout, MaskPlan, Span, additive
 from saccade.target_model.cache import RowCache
+from saccade.target_model.token_blocks import ALL, Layout, MaskPlan, Span, additive
 
 ENTRIES = 6
 

@@ -14,8 +14,8 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import ConfidentGrowth, Frontier, Growth
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import ALL, MaskPlan
 from saccade.target_model.context import Context
+from saccade.target_model.token_blocks import ALL, MaskPlan
 
 NEAR = "sliding_attention"  # kind of the layers with a window
 

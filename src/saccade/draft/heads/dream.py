@@ -15,9 +15,9 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
-from saccade.target_model.attention import ALL, Layout, Span, additive
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.token_blocks import ALL, Layout, Span, additive
 
 
 class Dream(Head):

@@ -19,9 +19,9 @@ from saccade.errors import ModelError
 from saccade.options import make
 from saccade.target_model import fusing, linear
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import ALL
 from saccade.target_model.cache import RowCache
 from saccade.target_model.linear import Linear, pack_where_faster
+from saccade.target_model.token_blocks import ALL
 from saccade.target_model.traits import of_layer
 from saccade.wording import meant
 

@@ -17,8 +17,8 @@ from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.errors import ModelError
 from saccade.loading import file_of, is_on_hub
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import ALL, Layout
 from saccade.target_model.stock import replaced
+from saccade.target_model.token_blocks import ALL, Layout
 from saccade.target_model.traits import entry_shapes
 
 MTP_KINDS = {"full_attention", "sliding_attention"}  # types of layers of multi-token prediction that can draft

@@ -21,12 +21,11 @@ from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families.family import Prompt
 from saccade.target_model import fusing
 from saccade.target_model.adapter import Target
-from saccade.target_model.attention import MaskPlan
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.executor import Unread
 from saccade.target_model.selfcheck import LogitMap, logit_map
-from saccade.target_model.token_blocks import ForwardOutput
+from saccade.target_model.token_blocks import ForwardOutput, MaskPlan
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
