@@ -303,7 +303,8 @@ class RowCache(Cache):
 
     def check_room(self, row: int, needed: int) -> None:
         """Raise `ModelError` if a row's segment has fewer slots than needed."""
-        if needed > self.capacity(row):
+        segment = self._segments[row]
+        if needed > (0 if segment is None else segment.capacity):
             raise ModelError(
                 f"Row {row} of the KV cache has {self.capacity(row)} slots but {needed} are needed; "
                 "the request was sized too small, which is a bug worth reporting."
