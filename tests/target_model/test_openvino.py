@@ -20,6 +20,7 @@ from saccade.errors import InputError, ModelError, SaccadeWarning
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
+from saccade.model_spec import ModelSpec
 from saccade.options import INT8
 from saccade.target_model import executor as executors
 from saccade.target_model import openvino, openvino_graph
@@ -318,17 +319,17 @@ def test_a_version_that_is_missing_or_unknown_is_refused_where_it_is_named(monke
     monkeypatch.setattr(openvino_graph, "version", lambda _: "2031.1.0")
     assert Target(FAMILIES["llama"].model(), "openvino").executor.name == "lean"
     with pytest.raises(ModelError, match=r"its version is 2031.1.0, not 2026.4"):
-        vlm.check("pocket", executor="openvino")
+        vlm.check(ModelSpec("pocket", executor="openvino"))
     monkeypatch.setattr(openvino_graph, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match="it is not installed; run"):
-        vlm.check("pocket", executor="openvino")
+        vlm.check(ModelSpec("pocket", executor="openvino"))
 
 
 def test_names_that_are_no_executor_or_no_kind_of_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="executor must be one of auto, stock, lean, graphs, openvino, not 'fast'"):
-        vlm.check("pocket", executor="fast")
+        vlm.check(ModelSpec("pocket", executor="fast"))
     with pytest.raises(InputError, match="weights must be one of stored, int8, not 'int4'"):
-        vlm.check("pocket", weights="int4")
+        vlm.check(ModelSpec("pocket", weights="int4"))
     monkeypatch.setenv(executors.SWITCH, "quick")
     with pytest.raises(InputError, match=f"{executors.SWITCH} must be one of"):
         adapt(FAMILIES["llama"].model())
