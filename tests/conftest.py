@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,6 +31,31 @@ torch.set_num_threads(1)  # the models are tiny: more threads only add waiting
 
 settings.register_profile("no deadline", deadline=None)  # it would only measure how busy the machine is
 settings.load_profile("no deadline")
+
+
+BROWSER = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])), None
+)
+QUIET = [
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--disable-sync",
+]
+QUIET += [f"--disable-{part}" for part in ("background-networking", "component-update", "extensions")]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    if BROWSER is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the extra `browser`")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,11 @@
-"""A tokenizer for the vocabulary of `families`, whose ids have no text: one id for every character."""
+"""A tokenizer for the vocabulary of `families`, whose ids have no text, and a base of grammars over its ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from families import FIRST_WORD, IMAGE, IMAGE_BREAK, IMAGE_END, LAST_WORD, VIDEO, VISION_END, VISION_START, VOCAB
+from saccade.grammar import Rollback
 
 NEWLINE = FIRST_WORD - 1
 """In no prompt of `families`."""
@@ -36,3 +37,17 @@ class Numerals:
 
     def get_vocab(self) -> dict[str, int]:
         return {self.convert_ids_to_tokens(i): i for i in range(VOCAB)}
+
+
+class TokenList(Rollback):
+    """A grammar whose matcher is the list of the tokens so far."""
+
+    def matcher(self) -> list[int]:
+        return []
+
+    def accept(self, matcher: list[int], token: int) -> bool:
+        matcher.append(token)
+        return True
+
+    def rollback(self, matcher: list[int], count: int) -> None:
+        del matcher[len(matcher) - count :]

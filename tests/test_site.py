@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BROWSER = next(
-    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])), None
-)
 MINUTE = 60_000
 
 
@@ -50,17 +45,6 @@ def test_the_interface_is_described_by_its_docstrings(site: Path) -> None:
     text = (site / "reference" / "api.html").read_text(encoding="utf-8")
     for name in ("saccade.vlm.load", "saccade.vlm.VLM.generate", "saccade.output.Stats", "saccade.errors.InputError"):
         assert f'id="{name}"' in text
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if BROWSER is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the extra `browser`")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.mark.browser

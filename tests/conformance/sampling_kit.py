@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.generation import logits_process as hf
 
+from assistants import spread
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
@@ -215,7 +216,7 @@ def small_hybrid(seed: int) -> Qwen3_5ForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return _spread(Qwen3_5ForCausalLM, config, seed)
+    return spread(Qwen3_5ForCausalLM, config, seed)
 
 
 def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausalLM:
@@ -230,18 +231,7 @@ def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausa
         bos_token_id=None,
         eos_token_id=None,
     )
-    return _spread(LlamaForCausalLM, config, seed)
-
-
-def _spread(kind: Any, config: Any, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = kind(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=0.4)
-        model.generation_config.eos_token_id = None
-    return model.eval()
+    return spread(LlamaForCausalLM, config, seed)
 
 
 def processed(**options: Any) -> Process:

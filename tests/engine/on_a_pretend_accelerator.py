@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, VOCAB
+from numerals import TokenList
 from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
 from recorded_graphs import captured_on
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned
@@ -32,7 +33,6 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer
 from saccade.engine.row import plan
-from saccade.grammar import Rollback
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.methods import build, get
@@ -210,18 +210,8 @@ def test_paced_drafts_wait_once_a_step(device: PretendDevice, method: str) -> No
         assert not counts.blocking
 
 
-class Lines(Rollback):
+class Lines(TokenList):
     """Four tokens that are forced, one of thirty, and so on."""
-
-    def matcher(self) -> list[int]:
-        return []
-
-    def accept(self, matcher: list[int], token: int) -> bool:
-        matcher.append(token)
-        return True
-
-    def rollback(self, matcher: list[int], count: int) -> None:
-        del matcher[len(matcher) - count :]
 
     def packed(self, matcher: list[int]) -> bytes:
         mask, place = np.zeros(VOCAB, np.bool_), len(matcher) % 5

@@ -46,6 +46,16 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of a byte-level model whose answers end with its tokenizer's end."""
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    tok = tokenizer()
+    folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
+    with live([(WORDS, saccade.load(folder, method="prompt-lookup"))]) as server:
+        yield server
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
     """A file of two API keys."""

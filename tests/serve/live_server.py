@@ -15,10 +15,11 @@ from typing import Any
 
 from openai import OpenAI
 
-from checkpoints import picture, vlm
+from checkpoints import picture, tokenizer, vlm
 from media_files import data_uri, encoded
 from saccade import VLM
 from saccade.inputs.media import SERVER
+from saccade.serve.answers import Choice, Piece
 from saccade.serve.app import make_app
 from saccade.serve.configuration import Limits, ModelEntry, ServerConfig
 from saccade.serve.server import Server, bind
@@ -27,6 +28,27 @@ from saccade.serve.service import Service
 TIMEOUT = 60.0
 TINY = ModelEntry("tiny", profiles={"short": {"method": "chain", "gamma": 2}})
 WORDS = ModelEntry("words")
+
+
+CALLS = [
+    {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+    for city in ("Oslo", "Rome")
+]
+"""Two calls of one tool."""
+
+
+def calling() -> tuple[Choice, list[Piece]]:
+    """An answer that reasons, speaks and calls a tool twice, and the pieces in which it is streamed."""
+    choice = Choice(tokenizer(), (), True, None, False, text="I look.", finish="tool_calls", reasoning="Hm, so.")
+    choice.calls = CALLS
+    pieces = [Piece("", None, None, None, reasoning=part) for part in ("Hm", ", so.")]
+    pieces += [Piece(part, None, None, None) for part in ("I ", "look.")]
+    for index, call in enumerate(CALLS):
+        name, arguments = call["function"].values()
+        parts = [{**call, "index": index, "function": {"name": name, "arguments": ""}}]
+        parts += [{"index": index, "function": {"arguments": part}} for part in (arguments[:5], arguments[5:])]
+        pieces += [Piece("", None, None, None, calls=(part,)) for part in parts]
+    return choice, [*pieces, Piece("", None, None, "tool_calls")]
 
 
 @dataclass

@@ -30,18 +30,6 @@ from saccade.serve.configuration import ModelEntry
 
 STATIC = Path(str(resources.files("saccade.serve") / "static"))
 FILES = sorted(file.name for file in STATIC.iterdir())
-BROWSER = next(
-    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])), None
-)
-QUIET = [
-    "--no-sandbox",
-    "--no-first-run",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--disable-sync",
-]
-QUIET += [f"--disable-{part}" for part in ("background-networking", "component-update", "extensions")]
 LONG = 400
 """Tokens of an answer that is stopped: the tiny model's random weights never end one."""
 DESKTOP = {"width": 1200, "height": 900}
@@ -119,17 +107,6 @@ def test_files_beside_the_page_are_not_served(shared: Live) -> None:
 def pocket() -> Iterator[Live]:
     with live([(ModelEntry("pocket"), load("pocket", method="chain")), (TINY, vlm("qwen", "qwen-draft"))]) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if BROWSER is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the extra `browser`")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
-        yield browser
-        browser.close()
 
 
 class Window:

@@ -12,10 +12,10 @@ import numpy as np
 import openai
 import pytest
 import torch
-from live_server import WORDS, Live, asks, live, uri
+from live_server import Live, asks, live, uri
 
 import saccade
-from checkpoints import llama, tokenizer, vlm
+from checkpoints import vlm
 from media_files import data_uri, film
 from saccade import load
 from saccade.serve.configuration import ModelEntry
@@ -145,16 +145,6 @@ SCHEMA = {
     "required": ["colour", "count", "sure"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server of a byte-level model whose answers end with its tokenizer's end."""
-    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
-    tok = tokenizer()
-    folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
-    with live([(WORDS, load(folder, method="prompt-lookup"))]) as server:
-        yield server
 
 
 def valid(answer: str) -> bool:

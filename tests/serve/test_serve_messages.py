@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from live_server import Live, asks, live, unmarked, uri
+from live_server import CALLS, Live, asks, calling, live, unmarked, uri
 
 from checkpoints import tokenizer
-from saccade.serve.answers import Choice, Piece
+from saccade.serve.answers import Choice
 from saccade.serve.messages import MessageForm, MessagePrompt, messages_of
 from saccade.serve.refusals import broken
 from saccade.serve.schemas import validated
@@ -197,25 +197,10 @@ def test_thoughts_are_blocks_and_can_be_switched(thinker: Live, thinking: Any, k
         assert both(thinker, body)["content"] == [{**answer["content"][0], "thinking": ""}]
 
 
-CALLS = [
-    {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-    for city in ("Oslo", "Rome")
-]
-
-
 def test_thoughts_text_and_calls_are_blocks_in_order() -> None:
     used = {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 1}}
     used["completion_tokens_details"] = {"reasoning_tokens": 2}
-    choice = Choice(tokenizer(), (), True, None, False, text="I look.", finish="tool_calls", reasoning="Hm, so.")
-    choice.calls = CALLS
-    pieces = [Piece("", None, None, None, reasoning=part) for part in ("Hm", ", so.")]
-    pieces += [Piece(part, None, None, None) for part in ("I ", "look.")]
-    for index, call in enumerate(CALLS):
-        name, arguments = call["function"].values()
-        parts = [{**call, "index": index, "function": {"name": name, "arguments": ""}}]
-        parts += [{"index": index, "function": {"arguments": part}} for part in (arguments[:5], arguments[5:])]
-        pieces += [Piece("", None, None, None, calls=(part,)) for part in parts]
-    pieces.append(Piece("", None, None, "tool_calls"))
+    choice, pieces = calling()
     form = MessageForm("m", 3, True)
     content = form.begin(0, "") + b"".join(form.chunk(0, piece, None, (0, 0)) for piece in pieces)
     streamed = joined(content + form.end([choice], used))

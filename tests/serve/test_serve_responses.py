@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
-from live_server import WORDS, Live, asks, live, uri
+from live_server import CALLS, Live, asks, calling, live, uri
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from checkpoints import llama, tokenizer
-from saccade import load
 from saccade.serve.answers import Choice, Piece
 from saccade.serve.front import key_of_response
 from saccade.serve.refusals import Refusal
@@ -97,16 +94,6 @@ class Thing(BaseModel):
     colour: Literal["red", "green", "blue"]
     count: int = Field(ge=0, le=99)
     sure: bool
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server of a byte-level model whose answers end with its tokenizer's end."""
-    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
-    tok = tokenizer()
-    folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
-    with live([(WORDS, load(folder, method="prompt-lookup"))]) as server:
-        yield server
 
 
 def test_answers_are_parsed_into_the_clients_class(writer: Live) -> None:
@@ -361,10 +348,6 @@ def test_the_effort_of_reasoning_is_a_variable_of_the_template(shared: Live) -> 
     assert options.template_options == {"reasoning_effort": "low", "enable_thinking": True}
 
 
-CALLS = [
-    {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-    for city in ("Oslo", "Rome")
-]
 USED = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 USED |= {"prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 2}}
 
@@ -374,21 +357,12 @@ def called() -> tuple[ResponseForm, Choice, list[tuple[dict[str, Any], dict[str,
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     repeated = {"model": "m", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
     form = ResponseForm("resp_1", repeated, lambda body, answer: kept.append((json.loads(body), answer)))
-    choice = Choice(tokenizer(), (), True, None, False, text="I look.", finish="tool_calls", reasoning="Hm, so.")
-    choice.calls = CALLS
-    return form, choice, kept
+    return form, calling()[0], kept
 
 
 def test_reasoning_and_tool_calls_are_items_of_their_own() -> None:
     form, choice, kept = called()
-    pieces = [Piece("", None, None, None, reasoning=text) for text in ("Hm", ", so.")]
-    pieces += [Piece(text, None, None, None) for text in ("I ", "look.")]
-    for index, call in enumerate(CALLS):
-        name, arguments = call["function"].values()
-        parts = [{**call, "index": index, "function": {"name": name, "arguments": ""}}]
-        parts += [{"index": index, "function": {"arguments": part}} for part in (arguments[:5], arguments[5:])]
-        pieces += [Piece("", None, None, None, calls=(part,)) for part in parts]
-    pieces.append(Piece("", None, None, "tool_calls"))
+    pieces = calling()[1]
     content = (
         form.begin(0) + b"".join(form.chunk(0, piece, None, (0, 0)) for piece in pieces) + form.end([choice], USED)
     )

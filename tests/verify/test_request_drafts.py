@@ -21,7 +21,7 @@ import harness
 from assistants import assistant
 from families import FAMILIES, perturbed
 from heads_kit import random_head
-from numerals import Numerals
+from numerals import Numerals, TokenList
 from saccade.draft.assistant import AssistantDrafter
 from saccade.draft.drafter import Drafter, NullDrafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned, TextOnly
@@ -351,20 +351,10 @@ def test_what_is_forced_in_other_rows_takes_nothing_from_a_row(method: str) -> N
     assert_as_alone(dict(enumerate(rows)), lambda number: alone(under, asked[number]))
 
 
-class Limited(Rollback):
+class Limited(TokenList):
     """Of five tokens: behind 1 comes 3, behind 3 comes 0 or 2, and behind 0 never 0; at first any."""
 
     ALLOWED = ([1, 2, 3, 4], [3], [0, 1, 2, 3, 4], [0, 2], [1, 2])
-
-    def matcher(self) -> list[int]:
-        return []
-
-    def accept(self, matcher: list[int], token: int) -> bool:
-        matcher.append(token)
-        return True
-
-    def rollback(self, matcher: list[int], count: int) -> None:
-        del matcher[len(matcher) - count :]
 
     def packed(self, matcher: list[int]) -> bytes:
         mask = np.zeros(SMALL, np.bool_)

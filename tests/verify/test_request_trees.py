@@ -13,6 +13,7 @@ from test_grammar import END, NOTHING, SCHEMA, Brackets, compiled_by_xgrammar, s
 
 import harness
 from families import FAMILIES, VOCAB
+from numerals import TokenList
 from saccade.draft.drafter import DrafterFacts
 from saccade.draft.model import ModelDrafter
 from saccade.draft.prediction import Prediction
@@ -59,20 +60,11 @@ GRAMMARS: dict[str, Any] = {
 }
 
 
-class Ends(Rollback):
+class Ends(TokenList):
     """Three tokens and an end, none of which is special."""
 
-    def matcher(self) -> list[int]:
-        return []
-
     def accept(self, matcher: list[int], token: int) -> bool:
-        if len(matcher) > 3:
-            return False
-        matcher.append(token)
-        return True
-
-    def rollback(self, matcher: list[int], count: int) -> None:
-        del matcher[len(matcher) - count :]
+        return len(matcher) <= 3 and super().accept(matcher, token)
 
     def packed(self, matcher: list[int]) -> bytes:
         if len(matcher) > 3:
