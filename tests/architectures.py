@@ -191,7 +191,7 @@ def _unlike(name: str, **parts: Any) -> FamilyCase:
 
 
 def _views(tokens: int, size: int, *, wrapped: bool = False) -> Medium:
-    """One image as a whole, behind tiles of it in every second one; each of side ``size`` in pixels."""
+    """One image as a whole, after tiles of it in every second one; each of side ``size`` in pixels."""
 
     def build(generator: torch.Generator, variant: int) -> Piece:
         tiles = 2 * (variant % 2)
@@ -226,7 +226,7 @@ def _molmo_image(generator: torch.Generator, variant: int) -> Piece:
 
 
 def _molmo_video(generator: torch.Generator, variant: int) -> Piece:
-    """Frames behind their times."""
+    """Frames after their times."""
     frames, rows, columns = [(2, 2, 2), (3, 1, 2), (2, 2, 1)][variant % 3]
     frame = (VISION_START, *(IMAGE,) * (rows * columns), VISION_END)
     tensors = {

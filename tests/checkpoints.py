@@ -163,7 +163,7 @@ def _save(path: Path, model: Any, tok: Any, images: Any, text: str, **save: Any)
 
 
 def predicting(path: Path) -> Path:
-    """A GLM-4.5 whose checkpoint has a layer of multi-token prediction behind its two others."""
+    """A GLM-4.5 whose checkpoint has a layer of multi-token prediction after its two others."""
     tok, experts = tokenizer(), {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = _finish(Glm4MoeConfig(**{**_text(len(tok)), "num_hidden_layers": 3, "head_dim": 16, **experts}), 0)
     width, last = model.config.hidden_size, model.get_decoder().layers[-1]

@@ -191,7 +191,7 @@ def _qwen_image(generator: torch.Generator, variant: int) -> Piece:
 def _qwen_video(*, seconds: bool = False, timestamps: bool = False) -> Medium:
     """Args:
     seconds: adds ``second_per_grid_ts`` (Qwen2.5-VL).
-    timestamps: every temporal patch stands alone behind a text timestamp (Qwen3-VL).
+    timestamps: every temporal patch stands alone after a text timestamp (Qwen3-VL).
     """
 
     def build(generator: torch.Generator, variant: int) -> Piece:
@@ -465,7 +465,7 @@ _GEMMA4_IDS = {"video_token_id": VIDEO, "audio_token_id": VOCAB - 7, "audio_conf
 
 
 def _gemma4_image(merge: int, patch: int, *, frames: int = 0) -> Medium:
-    """Patches with their columns and rows, as many as a picture of any shape has, or frames behind their times."""
+    """Patches with their columns and rows, as many as a picture of any shape has, or frames after their times."""
 
     def build(generator: torch.Generator, variant: int) -> Piece:
         rows, columns = [(2, 3), (3, 2), (2, 2)][variant % 3]

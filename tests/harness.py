@@ -185,7 +185,7 @@ def assert_one_shot(session: RunningBatch, name: str, inputs: Inputs, n: int = S
 
 
 Proposal = tuple[int, list[int], DraftTree]
-"""A row, what its drafter has been shown of its answer, and the tree that was drafted behind it."""
+"""A row, what its drafter has been shown of its answer, and the tree that was drafted after it."""
 
 
 def proposals(method: Engine, asked: Sequence[Request], n: int) -> tuple[list[Output], list[Proposal]]:

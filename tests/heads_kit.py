@@ -37,7 +37,7 @@ LENGTH = 18
 
 
 def touching_images() -> tuple[Prompt, Prompt]:
-    """A prompt with an image, and the same with another one right behind it."""
+    """A prompt with an image, and the same with another one right after it."""
     case = FAMILIES["llava"]
     (base,) = prompts(case, case.row_inputs("image", 0))
     (other,) = prompts(case, case.row_inputs("image", 1))
@@ -246,7 +246,7 @@ class Slow:
 
     @torch.no_grad()
     def logits(self, length: int, path: tuple[int, ...]) -> Tensor:
-        """``[V]`` behind the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
+        """``[V]`` after the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
         return self._head.logits(self._state(length, path), self._model.get_output_embeddings())
 
     def _state(self, length: int, path: tuple[int, ...]) -> Tensor:
@@ -363,7 +363,7 @@ class Drafted:
         rows: slots of the trees.
         emitted: tokens of every request's answer before the step, empty for those that take no part; its root is the
             last of them.
-        levels: per forward the tokens, the attention_mask matrix and the logits behind them; the root's first.
+        levels: per forward the tokens, the attention_mask matrix and the logits after them; the root's first.
     """
 
     rows: list[int]
@@ -485,7 +485,7 @@ def worst_difference(
 def worst_of(
     rows: Sequence[Inputs], steps: Sequence[Drafted], slow: Sequence[Callable[[int, tuple[int, ...]], Tensor]]
 ) -> float:
-    """The same with a slow way per row: ``[V]`` logits behind so many tokens and a path of guesses."""
+    """The same with a slow way per row: ``[V]`` logits after so many tokens and a path of guesses."""
     worst, nodes = 0.0, 0
     for row, inputs in enumerate(rows):
         start = inputs["input_ids"].shape[1]

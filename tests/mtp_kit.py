@@ -59,7 +59,7 @@ def save(kind: str, folder: Path, vocab: int = 48, **more: Any) -> Path:
 
 
 def write(model: Any, folder: Path, count: int = 1) -> Path:
-    """Write a model with layers for prediction: behind its own ones if transformers reads those, else apart."""
+    """Write a model with layers for prediction: after its own ones if transformers reads those, else apart."""
     sharp(model)
     nn.init.normal_(model.get_input_embeddings().weight)
     with torch.no_grad():

@@ -6,7 +6,7 @@ gives what the CPU gives, but under the rules of an accelerator:
 - A CPU tensor next to one of the device is refused (`MixedDevices`), but for 0-dim ones and, as with CUDA, integers
   that index, whose upload counts as a wait.
 - What the host would have to wait for is counted as a wait: a copy to the host, ``tolist``, ``item``, ``bool``,
-  ``nonzero`` and all that is built on it; not a ``non_blocking`` copy, nor an event behind another wait.
+  ``nonzero`` and all that is built on it; not a ``non_blocking`` copy, nor an event after another wait.
 - An upload is *sent* with ``non_blocking=True`` from pinned memory (only ``pin_memory`` makes such), else *blocking*.
 - Whatever writes a tensor there is a launch; views and bare allocations are free. What CUDA has one kernel for is one
   launch here, too: a norm of `F.rms_norm`, and attention where it is given what the kernels take (`_attention`). Else
@@ -230,7 +230,7 @@ class _Stream:
 
 
 class _Event:
-    """A point in the stream, which has been passed once the host has waited for anything behind it."""
+    """A point in the stream, which has been passed once the host has waited for anything after it."""
 
     def __init__(self) -> None:
         self._counts = _counts()

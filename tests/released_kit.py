@@ -24,7 +24,7 @@ from saccade.draft.heads.vispec import runs_of
 
 KNOWN, MASK = 40, 3
 Guesses = Sequence[tuple[Tensor, Tensor]]
-"""Draft tokens behind a text: embedding, and the output before it."""
+"""Draft tokens after a text: embedding, and the output before it."""
 AnyHead = TypeVar("AnyHead", bound=Head)
 
 
@@ -57,8 +57,8 @@ class Plain:
         self.heads, self.kv = self.values["num_attention_heads"], self.values["num_key_value_heads"]
         self.name, self.dim = name, self.values["hidden_size"] // self.heads
 
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
-        """Outputs behind a text and draft tokens; ``positions`` ``[N]`` or ``[3, N]`` of all entries."""
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+        """Outputs after a text and draft tokens; ``positions`` ``[N]`` or ``[3, N]`` of all entries."""
         raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Plain:
         return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """``x`` behind the norm of a name, or as it is where the files have none."""
+        """``x`` after the norm of a name, or as it is where the files have none."""
         if f"{name}.weight" not in self.weights:
             return x
         scale = (x.square().mean(-1, keepdim=True) + self.values["rms_norm_eps"]).sqrt()
@@ -121,7 +121,7 @@ class Plain:
 class PlainEagle(Plain):
     alone = False  # entries of visual tokens are the embedding, as MSD's
 
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         words = torch.stack([*text.embeddings[1:], *(word for word, _ in guesses)])
         features = torch.stack([*text.states[:-1], *(out for _, out in guesses)])
         x = self.linear(torch.cat([words, features], -1), "fc")
@@ -136,7 +136,7 @@ class PlainMsd(PlainEagle):
 
 
 class PlainHiViS(Plain):
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         shown = (~text.visual).nonzero()[:, 0]
         inputs = [(text.embeddings[token], text.states[before], 0) for before, token in pairwise(shown)]
         inputs += [(word, out, step) for step, (word, out) in enumerate(guesses, 1)]
@@ -160,7 +160,7 @@ class PlainEagle3(Plain):
             states = torch.cat([self.normed(part, f"fc_norm.{i}") for i, part in enumerate(states.chunk(3, -1))], -1)
         return self.linear(self.normed(states, "input_norm"), "fc")
 
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         layers = self.values["eagle_aux_hidden_state_layer_ids"]
         features = self.fuse(torch.cat([text.streams[layer] for layer in layers], -1)[:-1])
         features = torch.stack([*features, *(out for _, out in guesses)])
@@ -181,7 +181,7 @@ class PlainEagle3(Plain):
 
 
 class PlainPEagle(PlainEagle3):
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         """Every guess is a mask, whatever it is."""
         table, layers = self.weights["embed_tokens.weight"], self.values["eagle_aux_hidden_state_layer_ids"]
         states = torch.cat([text.streams[layer] for layer in layers], -1)[:-1]
@@ -201,7 +201,7 @@ class PlainViSpec(Plain):
         share = (torch.einsum("qhd,nhd->hqn", q, k) / dim**0.5).softmax(-1)
         return self.linear(torch.einsum("hqn,nhd->qhd", share, v).flatten(1), "imadpt.o_proj")
 
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         images = {stop: self.compressed(text.embeddings[first:stop]) for first, stop in runs_of(text.visual)}
         words = [*zip(text.embeddings[1:], text.states[:-1], strict=True), *guesses]
         seen, inputs, places = torch.zeros_like(text.states[0]), [], []
@@ -222,7 +222,7 @@ class PlainViSpec(Plain):
 
 
 class PlainDream(Plain):
-    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+    def after(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
         features = torch.stack([*text.states[:-1], *(out for _, out in guesses)])
         embeddings = torch.stack([*text.embeddings, *(word for word, _ in guesses)])
         places = torch.arange(len(embeddings))
@@ -239,7 +239,7 @@ class PlainDream(Plain):
 
 
 def positions_of(name: str, inputs: dict[str, Any], count: int) -> Tensor:
-    """``[3, count]`` M-RoPE positions by the stock model, of the prompt and text behind it."""
+    """``[3, count]`` M-RoPE positions by the stock model, of the prompt and text after it."""
     model = pristine(name)
     reset_rope_deltas(model)
     wanted = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -247,8 +247,8 @@ def positions_of(name: str, inputs: dict[str, Any], count: int) -> Tensor:
     ids = inputs["input_ids"]
     positions, delta = model.model.get_rope_index(ids, attention_mask=torch.ones_like(ids), **more)
     reset_rope_deltas(model)
-    behind = torch.arange(ids.shape[1], count) + delta.flatten()[0]
-    return torch.cat([positions[:, 0], behind.expand(3, -1)], 1)[:, :count]
+    after = torch.arange(ids.shape[1], count) + delta.flatten()[0]
+    return torch.cat([positions[:, 0], after.expand(3, -1)], 1)[:, :count]
 
 
 # --------------------------------------------------------------------------- folders

@@ -40,7 +40,7 @@ _DEAD_END = (
 
 
 class Place:
-    """State of the processor: a path of tokens behind the prompt, and what is known of the grammar there."""
+    """State of the processor: a path of tokens after the prompt, and what is known of the grammar there."""
 
     __slots__ = ("_packed", "_run", "_walk", "children", "depth", "parent", "token")
 
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def run(self) -> tuple[int, ...]:
-        """Tokens each of which is the only one allowed behind those before it; empty where there is a choice."""
+        """Tokens each of which is the only one allowed after those before it; empty where there is a choice."""
         if self._run is None:
             self._run = self._walk.run(self)
         return self._run
@@ -87,7 +87,7 @@ class Place:
         return 0 <= byte < len(self.packed) and bool(self.packed[byte] >> (token & 7) & 1)
 
     def settle(self) -> None:
-        """Forget the places that are not behind this one."""
+        """Forget the places that are not after this one."""
         self._walk.settle(self)
         before, self.parent = self.parent, None
         while before is not None:  # else their masks would stay until cycles are collected
@@ -95,20 +95,20 @@ class Place:
             before = before.parent
 
     def ahead(self, token: int) -> Place | None:
-        """The place behind a token that is allowed; None for others, and where the grammar has no answer behind it.
+        """The place after a token that is allowed; None for others, and where the grammar has no answer after it.
 
         Plain decoding may never get there, so that the matcher's complaint is for the row that does.
         """
         if not self.allows(token):
             return None
-        place = self.behind(token)
+        place = self.after(token)
         try:
             place.run  # noqa: B018  (or its mask, which is needed anyway)
         except Exception:
             return None
         return place
 
-    def behind(self, token: int) -> Place:
+    def after(self, token: int) -> Place:
         """The place one token further."""
         child = self.children.get(token)
         if child is None:
@@ -140,10 +140,10 @@ class _Walk:
             if _ones(packed) == 1:
                 byte = int(packed.argmax())
                 run = (8 * byte + int(packed[byte]).bit_length() - 1,)
-        behind = place
+        after = place
         for number, token in enumerate(run[:-1], 1):
-            behind = behind.behind(token)
-            behind._run = run[number:]
+            after = after.after(token)
+            after._run = run[number:]
         return run
 
     def guess(self, place: Place) -> Sequence[int]:
@@ -158,7 +158,7 @@ class _Walk:
         return packed
 
     def _looked(self, place: Place, look: Callable[[Any], Result]) -> Result:
-        """What the matcher says behind a place; one that has given up, which no rollback mends, is replaced."""
+        """What the matcher says after a place; one that has given up, which no rollback mends, is replaced."""
         try:
             return look(self.move(place))
         except Exception:
@@ -181,7 +181,7 @@ class _Walk:
         self._settled += [each.token for each in self._path(place) if each.parent is not None][::-1]
 
     def move(self, place: Place) -> Any:
-        """Return the matcher behind a place: back to the common ancestor, then forward."""
+        """Return the matcher after a place: back to the common ancestor, then forward."""
         ahead, back = [], 0
         near, far = self._at, place
         while near is not far:
@@ -199,7 +199,7 @@ class _Walk:
         for each in reversed(ahead):
             if not self.grammar.accept(self._matcher, each.token):
                 raise InputError(
-                    f"The grammar does not allow token {each.token} behind {each.depth - 1} new tokens; let the "
+                    f"The grammar does not allow token {each.token} after {each.depth - 1} new tokens; let the "
                     "grammar's stop tokens be among eos_token_id, and use a lossless method."
                 )
             self._at = each
@@ -233,7 +233,7 @@ class Rollback(ABC):
         """Return the bits of the tokens allowed next as bytes, the lowest bit first."""
 
     def forced(self, matcher: Any) -> Sequence[int]:
-        """Return tokens each of which is the only one that `packed` allows behind those before it, as far as known."""
+        """Return tokens each of which is the only one that `packed` allows after those before it, as far as known."""
         return ()
 
     def guess(self, matcher: Any) -> Sequence[int]:
@@ -248,10 +248,10 @@ class Rollback(ABC):
         return _Walk(self).start
 
     def advance(self, state: Place, token: int) -> Place:
-        return state.behind(token)
+        return state.after(token)
 
     def settle(self, state: Place) -> None:
-        """Forget the places that are not behind a state."""
+        """Forget the places that are not after a state."""
         state.settle()
 
     def scores(self, state: Place, scores: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Stats:
     loosened_tokens: int = 0  # of them, those that a lossy rule accepted against the target's own token
     accepted_prediction_tokens: int = 0  # of the request's prediction: drafted from it and emitted
     rejected_prediction_tokens: int = 0  # drafted from it and verified, but not emitted
-    # entry a counts the passes with a accepted draft tokens, including those behind the token or text that ends the
+    # entry a counts the passes with a accepted draft tokens, including those after the token or text that ends the
     # output, which `block_efficiency` excludes
     accepted_histogram: list[int] = field(default_factory=list)
     queue_seconds: float = 0.0  # from the submission to the admission

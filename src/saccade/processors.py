@@ -72,7 +72,7 @@ class StatefulProcessor(Protocol):
     """
 
     def start(self, prompt: Sequence[int]) -> Any:
-        """Return the state behind a row's prompt; called once per row."""
+        """Return the state after a row's prompt; called once per row."""
         ...
 
     def advance(self, state: Any, token: int) -> Any:

@@ -78,7 +78,7 @@ class Ticket:
     def _next(self) -> TicketChunk:
         """Remove and return the oldest chunk."""
         chunk = self._row.steps.pop(0)
-        return replace(chunk, text=self._text.take(chunk.tokens, chunk.finished))
+        return replace(chunk, text=self._text.decode(chunk.tokens, chunk.finished))
 
 
 class Batch:

@@ -116,7 +116,7 @@ class Stream:
             self._streamer.put(torch.tensor([self._requests[0].prompt.ids]))
         try:
             for step in self._run.steps:
-                piece = self._text.take(step.tokens[0], step.finished[0])
+                piece = self._text.decode(step.tokens[0], step.finished[0])
                 if self._streamer is not None:
                     for token in step.tokens[0]:
                         self._streamer.put(torch.tensor([token]))
@@ -163,7 +163,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     It differs from `decode` only where bytes form no character and the tokenizer also replaces valid characters before
     them (byte fallback), because streamed text cannot be withdrawn.
     """
-    return Detokenizer(tokenizer).take(ids, finished=True)
+    return Detokenizer(tokenizer).decode(ids, finished=True)
 
 
 class TokenTexts:
@@ -220,7 +220,7 @@ class Detokenizer:
         # Invalid bytes may spoil their neighbours: decode token by token, whatever the number of ids per call.
         return "".join(self._complete(stop) for stop in range(first + 1, len(self._ids) + 1))
 
-    def take(self, ids: Sequence[int], finished: bool) -> str:
+    def decode(self, ids: Sequence[int], finished: bool) -> str:
         """Append the ids of a step and return the text that they complete, or all of it at the end."""
         text = self.add(ids)
         return text + self.finish() if finished else text

@@ -43,7 +43,7 @@ class DraftTree:
 
     @classmethod
     def chains(cls, tokens: Tensor, valid: Tensor, q: Tensor | None = None) -> DraftTree:
-        """One chain per row, root first, ``[B, N]``; ``valid`` is False for the padding behind shorter chains."""
+        """One chain per row, root first, ``[B, N]``; ``valid`` is False for the padding after shorter chains."""
         count = tokens.shape[1]
         place = torch.arange(count, device=tokens.device)
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)

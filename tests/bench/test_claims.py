@@ -49,7 +49,7 @@ def test_an_order_that_holds_says_by_how_much() -> None:
 def test_a_level_result_is_neither_reversed_nor_undecided() -> None:
     assert judged(0.985, 1.029) == "level"
     assert judged(1.005, 1.025, least=1.08) == "level", "1.5 % ahead where 8 % were claimed"
-    assert judged(0.975, 0.995) == "level", "behind, but by less than counts"
+    assert judged(0.975, 0.995) == "level", "after, but by less than counts"
     assert judged(0.96, 1.0) == "undecided"
     assert judged(0.9, 0.969) == "does not"
     assert judged(1.001, 1.02) == "holds", "all of it is above what was asked"

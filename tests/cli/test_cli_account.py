@@ -1,4 +1,4 @@
-"""The lines below an answer: tokens, drafts, and the time saved over plain decoding, which is timed behind it."""
+"""The lines below an answer: tokens, drafts, and the time saved over plain decoding, which is timed after it."""
 
 from __future__ import annotations
 

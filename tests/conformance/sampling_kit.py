@@ -101,7 +101,7 @@ class ManyUniforms:
     def __init__(self, rows: int) -> None:
         self._rows = rows
 
-    def take(self, count: int) -> Tensor:
+    def pop(self, count: int) -> Tensor:
         return torch.rand(self._rows, count)
 
 
@@ -123,7 +123,7 @@ class Trial:
         """
         tree = self._grow(rows)
         levels, width = self.rule.uniforms(tree.max_depth, tree.max_children)
-        numbers = self.uniforms.take(levels * width).view(rows, levels, width)
+        numbers = self.uniforms.pop(levels * width).view(rows, levels, width)
         scores = self._scores(tree)
         verdict = self.rule.judge(range(rows), tree, scores, numbers, ForwardOutput(scores))
         accepted = tree.tokens.gather(1, verdict.path)[:, 1:]

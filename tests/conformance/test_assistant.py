@@ -44,7 +44,7 @@ def extended(inputs: Inputs, answer: Sequence[int]) -> Inputs:
 
 @torch.no_grad()
 def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool = False) -> list[int]:
-    """Transformers' candidates behind an answer, whose last token the target has not read."""
+    """Transformers' candidates after an answer, whose last token the target has not read."""
     model, helper = pristine(name), assistant(name, ordered).model
     helper.generation_config.num_assistant_tokens = GAMMA
     generation = GenerationConfig(max_length=10_000)
@@ -65,7 +65,7 @@ def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool =
 
 
 def proposals(name: str, kind: str, ordered: bool = False, new: int = 16) -> list[tuple[int, list[int], list[int]]]:
-    """Rows, their answers so far, and the chain drafted behind these; half of the drafts are accepted."""
+    """Rows, their answers so far, and the chain drafted after these; half of the drafts are accepted."""
     method = Engine(target(name), drafter(name, Chain(GAMMA), ordered), RandomLoosening(0.5))
     outputs, found = harness.proposals(method, requests(name, kind), new)
     assert sum(output.stats.accepted_tokens for output in outputs) > 2

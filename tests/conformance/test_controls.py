@@ -89,7 +89,7 @@ def test_positions_by_node_index_are_noticed(name: str, policy: str) -> None:
 def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> None:
     class Lazy(RowCache):
         def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-            """Accepted nodes stay where they were written instead of behind the row's prefix."""
+            """Accepted nodes stay where they were written instead of after the row's prefix."""
 
     target = Target(FAMILIES[name].model())
     target.new_cache = lambda rows, max_slots, _: Lazy(target.layer_devices, rows, max_slots, target._recurrent)  # type: ignore

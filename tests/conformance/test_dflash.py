@@ -110,12 +110,12 @@ def test_answers_are_the_targets(name: str, folders: dict[str, Path], kind: str,
 
 
 def drafted(name: str, head: Any, rows: int = 1) -> dict[tuple[int, ...], list[int]]:
-    """The chains that the head drafts behind every text that the answers come to."""
+    """The chains that the head drafts after every text that the answers come to."""
     return {text: tree.tokens[0, 1:].tolist() for text, tree in grown(name, head, rows).items()}
 
 
 def grown(name: str, head: Any, rows: int = 1, policy: Any = None) -> dict[tuple[int, ...], DraftTree]:
-    """The trees, by default chains, that the head drafts behind every text that the answers come to."""
+    """The trees, by default chains, that the head drafts after every text that the answers come to."""
     asked = requests(name, rows=rows)
     _, found = proposals(engine(name, head, policy or Chain(BLOCK - 1)), asked, NEW)
     return {(*asked[row].prompt.ids, *shown): tree for row, shown, tree in found}
@@ -174,7 +174,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def slowest(name: str, head: DFlash, ids: tuple[int, ...], asked: int) -> list[int]:
-    """The chain behind a text, of one forward over its whole context without a cache.
+    """The chain after a text, of one forward over its whole context without a cache.
 
     Shapes: the first ``asked`` ids are the prompt's.
     """
@@ -187,8 +187,8 @@ def slowest(name: str, head: DFlash, ids: tuple[int, ...], asked: int) -> list[i
         spread, delta = model.positions(
             torch.tensor([ids[:asked]]), prompts(case, case.row_inputs(kind_of(name), 0))[0]
         )
-        behind = torch.arange(asked, len(ids) + options["block"]) + delta
-        places = torch.cat([spread, behind.expand(3, 1, -1)], -1)[..., : len(kept) + options["block"]]
+        after = torch.arange(asked, len(ids) + options["block"]) + delta
+        places = torch.cat([spread, after.expand(3, 1, -1)], -1)[..., : len(kept) + options["block"]]
     block = torch.tensor([[ids[-1], *[options["mask_token"]] * (options["block"] - 1)]])
     own = places[..., len(kept) :]
     hidden = head(None if not kept else features, model.embed(block), Placement(own), over=Placement(places))
@@ -200,7 +200,7 @@ def slowest(name: str, head: DFlash, ids: tuple[int, ...], asked: int) -> list[i
 
 
 def bias(head: DFlash, state: Tensor, token: int) -> Tensor:
-    """``[V]`` what DSpark adds to a slot's logits behind a token."""
+    """``[V]`` what DSpark adds to a slot's logits after a token."""
     if not isinstance(head, DSpark) or head.w1 is None or head.w2 is None:
         return torch.zeros(())
     mixed = head.w1.weight[token]
@@ -479,7 +479,7 @@ class Slots:
         self._logits = lm_head(states)
 
     def ranked(self, depth: int, before: int) -> list[int]:
-        """Candidates of a slot behind a token, the best first."""
+        """Candidates of a slot after a token, the best first."""
         logits = self._logits[depth].tolist()
         candidates = sorted(range(VOCAB), key=lambda token: -logits[token])[:CANDIDATES]
         context = self._before[before] * self._projected[depth]
@@ -488,7 +488,7 @@ class Slots:
 
 @pytest.fixture(scope="module")
 def slots(name: str) -> dict[tuple[int, ...], Slots]:
-    """Slots behind the texts of transformers' chains that the selection chooses."""
+    """Slots after the texts of transformers' chains that the selection chooses."""
     width, theirs, states = target(name).text_config.hidden_size, {}, []
     model, weights = copy.deepcopy(model_of(name)), added(width)
     for place, layer in enumerate(model.layers):

@@ -119,7 +119,7 @@ def test_the_text_view_is_the_draft_model_on_the_text(name: str, policy: str, we
     asked = requests(name, "image", 3)
     method = ensemble(name, "T" if weighting is None else "MT", policy, weighting)
     ours = method.generate(asked, max_new_tokens=NEW_TOKENS)
-    blind = [Request(r.prompt, draft_prompt=views(name, "T")[0].read(r.prompt)) for r in asked]
+    blind = [Request(r.prompt, draft_prompt=views(name, "T")[0].rewrite(r.prompt)) for r in asked]
     theirs = engine(name, policy).generate(blind, max_new_tokens=NEW_TOKENS)
     assert list(map(course, ours)) == list(map(course, theirs))
 
@@ -154,13 +154,13 @@ def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: 
         pass
     assert run.outputs[0].tokens == reference_greedy(pristine(name), inputs, 24)[0]
     for row, view in enumerate(drafter.views):  # each holds its own reading of both turns, and the answer
-        held = len(view.read(longer))
+        held = len(view.rewrite(longer))
         assert session.drafting.context.lengths[row] > held  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("new", [5, 8])
 def test_a_longer_neighbour_s_deeper_guesses_teach_a_row_nothing(new: int) -> None:
-    """The first view is the target itself, so that all is accepted, behind the shorter row's end, too."""
+    """The first view is the target itself, so that all is accepted, after the shorter row's end, too."""
     drafter = EnsembleDrafter(target("llava"), Chain(4), [Multimodal(), _Elsewhere()], Grid())
     method, asked = Engine(target("llava"), drafter), requests("llava", "image", 2)
     case = FAMILIES["llava"]
@@ -202,7 +202,7 @@ def test_a_good_view_beside_a_random_one_gets_the_weight(policy: str) -> None:
 class _Elsewhere(View):
     name = "X"
 
-    def read(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt) -> Prompt:
         return Prompt(tuple(reversed([i for i in prompt.ids if i < 180])))
 
 

@@ -64,7 +64,7 @@ def after(model: Target, prompt: Prompt, tokens: tuple[int, ...]) -> Tensor:
 
 def said(prompt: Prompt, tokens: Sequence[int]) -> Tensor:
     """``[m, V]`` by the views."""
-    return torch.stack([after(draft(NAME), view.read(prompt), tuple(tokens)) for view in VIEWS])
+    return torch.stack([after(draft(NAME), view.rewrite(prompt), tuple(tokens)) for view in VIEWS])
 
 
 def errors(history: Sequence[tuple[Prompt, Sequence[int]]], points: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def test_answers_are_the_targets(target: Target, policy: str, rows: int) -> None
 
 
 def drafted(target: Target, policy: Any, prompts: Sequence[Prompt] = PROMPTS[:1]) -> dict[tuple[int, ...], list[int]]:
-    """The tokens that the layer drafts behind every text that the answers come to; of a tree, its likeliest path."""
+    """The tokens that the layer drafts after every text that the answers come to; of a tree, its likeliest path."""
     chains = {}
     for row, shown, tree in proposals(engine(target, policy), [Request(prompt) for prompt in prompts], NEW)[1]:
         parents, path = tree.parents[0].tolist(), [0]
@@ -109,7 +109,7 @@ def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch
 def slowest(
     target: Target, text: tuple[int, ...], count: int, prompt: Prompt = PROMPTS[0], **media: Tensor
 ) -> list[int]:
-    """Tokens drafted behind a text by one forward of the layer over all of it for each, without a cache."""
+    """Tokens drafted after a text by one forward of the layer over all of it for each, without a cache."""
     layer, chain = load_mtp(target).stack[0], []
     ids, types = torch.tensor([text]), "mm_token_type_ids"
     if types in media:

@@ -137,7 +137,7 @@ def block_of(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], Non
 
 @block_of
 def seeing(made: Any) -> Any:
-    """A mask attends to the masks behind it."""
+    """A mask attends to the masks after it."""
     allowed = torch.ones(made.count, made.count, dtype=torch.bool).tril()
     allowed[1 - DEPTH :, 1 - DEPTH :] = True
     return replace(made, attention_mask=allowed[None])

@@ -1,4 +1,4 @@
-"""Drafting behind pruned visual tokens changes no token, with a smaller model and with the target itself."""
+"""Drafting after pruned visual tokens changes no token, with a smaller model and with the target itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_without_pruning_self_speculation_is_always_right() -> None:
     own = target("qwen3_vl")
     drafter = EnsembleDrafter(own, Chain(4), [Pruned(Pruning(keep_images=1.0, keep_videos=1.0))])
     (output,) = assert_equals_generate(Engine(own, drafter), "qwen3_vl", "image", 1, 20)
-    assert output.stats.target_passes == 3, "behind the pass that ends the prompt, which gives five tokens too"
+    assert output.stats.target_passes == 3, "after the pass that ends the prompt, which gives five tokens too"
     assert output.stats.accepted_tokens == 16
 
 

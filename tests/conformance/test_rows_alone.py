@@ -107,13 +107,13 @@ def test_a_seed_gives_the_same_tokens_again_and_another_gives_others() -> None:
 
 def _numbers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule's numbers begin where the proposer's end."""
-    right = Uniforms.take
+    right = Uniforms.pop
 
-    def take(self: Uniforms, count: int) -> Tensor:
+    def pop(self: Uniforms, count: int) -> Tensor:
         self.judging = self.judging.flatten(1).roll(count, 1).view_as(self.judging)
         return right(self, count)
 
-    monkeypatch.setattr(Uniforms, "take", take)
+    monkeypatch.setattr(Uniforms, "pop", pop)
 
 
 def _numbers_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> Trial:
         monkeypatch.setattr(rules, "draw", lambda weights, u: sharp(weights**2, u))
     elif mistake == "one random number for all":
         number = torch.rand(ROWS, 1)
-        monkeypatch.setattr(uniforms, "take", lambda count: number.expand(-1, count))
+        monkeypatch.setattr(uniforms, "pop", lambda count: number.expand(-1, count))
     return Trial(setup.target, setup.draft, policy, proposer, setup.rule, uniforms)
 
 

@@ -43,7 +43,7 @@ def test_a_second_turn_equals_one_shot(name: str, kind: str, method: str, follow
     assert said == case.reference(kind, n=FIRST)[0]
     inputs = second_turn(name, kind) if follow_up == "media" else case.continued(kind, 0, said, follow_up="text")
     output = assert_one_shot(session, name, inputs)
-    # All but the answer's last token, which nothing has been drafted behind yet; the prompt alone where decoded tokens
+    # All but the answer's last token, which nothing has been drafted after yet; the prompt alone where decoded tokens
     # leave a recurrent layer in other states than the same ones in a prompt.
     states = session.context.cache.states
     decoded = 0 if states is not None and states.decoded_differ else FIRST - 1

@@ -82,7 +82,7 @@ def draft_tree(rows: Sequence[NaiveTree], q: Tensor | None = None) -> DraftTree:
 
 
 def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
-    """One chain per row, behind its root."""
+    """One chain per row, after its root."""
     count = max(map(len, drafts)) + 1
     rows = [[root, *draft, *[0] * (count - 1 - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
     lengths = torch.tensor([[len(draft) + 1] for draft in drafts])

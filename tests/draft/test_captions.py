@@ -48,7 +48,7 @@ def test_the_text_view_has_one_newline_for_every_medium(name: str) -> None:
     view = TextOnly(target(name).config, WORDS)
     for kind in FAMILIES[name].kinds:
         for prompt in prompts(name, kind):
-            seen = view.read(prompt)
+            seen = view.rewrite(prompt)
             assert not seen.media
             assert visuals(name, seen) == 0
             assert seen.ids.count(NEWLINE) == len(prompt.media)
@@ -71,7 +71,7 @@ def test_a_caption_stands_where_the_text_view_has_a_newline(name: str, kind: str
     model = FAMILIES[name].model()
     for prompt in split(model.config, FAMILIES[name].inputs(kind, rows=3)):
         view = Caption(model.config, WORDS, lambda seen: f"a {seen.medium.digest[:4]}")
-        newlines = list(TextOnly(model.config, WORDS).read(prompt).ids)
+        newlines = list(TextOnly(model.config, WORDS).rewrite(prompt).ids)
         expected, media = list[int](), iter(prompt.media)
         for token in newlines:
             if token == NEWLINE:
@@ -79,7 +79,7 @@ def test_a_caption_stands_where_the_text_view_has_a_newline(name: str, kind: str
                 expected += WORDS.encode(f"{medium.kind}: a {medium.digest[:4]}")
             else:
                 expected.append(token)
-        assert view.read(prompt) == Prompt(tuple(expected))
+        assert view.rewrite(prompt) == Prompt(tuple(expected))
 
 
 def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
@@ -93,7 +93,7 @@ def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
         return " a cat\n on a mat "
 
     view = Caption(config, WORDS, tell)
-    assert view.read(prompt) == view.read(prompt)
+    assert view.rewrite(prompt) == view.rewrite(prompt)
     assert [seen.medium for seen in captioned] == list(prompt.media)
     assert all(seen.ids == (IMAGE,) * 16 for seen in captioned)
     assert set(view.captions.values()) == {"a cat on a mat"}
@@ -116,7 +116,7 @@ def test_what_the_device_still_has_to_do_is_no_part_of_a_caption_s_time(monkeypa
     config = case.model().config
     view = Caption(config, WORDS, tell, torch.device("cuda", 1))
     for _ in range(2):
-        view.read(split(config, case.row_inputs("image", 0))[0])
+        view.rewrite(split(config, case.row_inputs("image", 0))[0])
     assert done == ["waited for cuda:1", "told"]
     assert 0 < view.seconds < 0.05
 
@@ -134,7 +134,7 @@ def test_a_drafter_is_asked_about_a_medium_as_if_it_were_given_it(name: str, kin
     media: Any = {"images": [gradient(3, (80, 56))]} if kind == "image" else {"videos": [film]}
     seen: list[PromptMedium] = []
     view = Caption(processor.config, processor.tokenizer, lambda medium: seen.append(medium) or "")
-    view.read(processor.prompt("What is it?", **media))
+    view.rewrite(processor.prompt("What is it?", **media))
     no_model: Any = None
     expected = processor.prompt(f"Describe the {kind} in one sentence.", **media)
     assert OwnCaptions(no_model, processor).prompt(seen[0]) == expected
@@ -152,13 +152,13 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
         return f"a {len(captioned)}"
 
     view = Caption(processor.config, processor.tokenizer, tell)
-    words = processor.tokenizer.decode(view.read(prompt).ids)
+    words = processor.tokenizer.decode(view.rewrite(prompt).ids)
     assert sorted(seen.kind for seen in captioned) == ["image", "video"]
     assert words.count("image: a") == words.count("video: a") == 1
     assert sum(len(seen.media) for seen in captioned) == len(prompt.media)
     film = next(seen for seen in captioned if seen.kind == "video")
     assert close(picture(processor, film.medium), gradient(2, (56, 56))) < 12  # one in the middle
-    view.read(processor.prompt("And now?", videos=films))
+    view.rewrite(processor.prompt("And now?", videos=films))
     assert len(captioned) == 3
 
 
@@ -170,7 +170,7 @@ def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str, monkeypatch: py
     seen: list[PromptMedium] = []
     own = OwnCaptions(model, processor)
     view = Caption(processor.config, processor.tokenizer, lambda shown: seen.append(shown) or own(shown))  # type: ignore[func-returns-value]
-    view.read(processor.prompt("Anything.", images=[gradient(1)]))
+    view.rewrite(processor.prompt("Anything.", images=[gradient(1)]))
     question = own.prompt(seen[0])
     (medium,) = question.media
     inputs: dict[str, Any] = {**medium.tensors, "input_ids": torch.tensor([question.ids])}

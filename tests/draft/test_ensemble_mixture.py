@@ -162,7 +162,7 @@ def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
 @pytest.mark.parametrize("larger", [0, 3], ids=["same-vocabulary", "larger-vocabulary"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, larger: int) -> None:
-    """Where a row goes on, and in its next turn, when what was accepted behind the row's end teaches nothing."""
+    """Where a row goes on, and in its next turn, when what was accepted after the row's end teaches nothing."""
     mixing, tree = grown(POLICIES[policy])
     for step in range(8):
         generator = torch.Generator().manual_seed(step)

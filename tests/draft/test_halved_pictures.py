@@ -24,7 +24,7 @@ RESIZED = [name for name in VISUAL_FAMILIES if family_of(target(name).config).is
 
 
 def read(name: str, prompt: Prompt) -> Prompt:
-    return HalvedPictures(target(name).config).read(prompt)
+    return HalvedPictures(target(name).config).rewrite(prompt)
 
 
 @pytest.mark.parametrize("name", [n for n in RESIZED if not n.startswith("mistral3")])
@@ -66,7 +66,7 @@ def test_it_is_the_processor_s_prompt_for_a_smaller_picture(name: str, size: tup
     large = picture(3, (size[0] * unit, size[1] * unit))
     original, expected = (processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit)))
     assert original.media[0].n_tokens == size[0] * size[1]
-    assert_same(HalvedPictures(processor.config).read(original), expected)
+    assert_same(HalvedPictures(processor.config).rewrite(original), expected)
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -76,7 +76,7 @@ def test_a_sharp_edge_stays_between_black_and_white(name: str) -> None:
     black = Image.new("RGB", (4 * unit, 4 * unit))
     black.paste((255, 255, 255), (2 * unit + 1, 0, 4 * unit, 4 * unit))
     original, expected = (processor.prompt("?", images=[p]) for p in (black, smaller(black, 4, 4, unit)))
-    assert_same(HalvedPictures(processor.config).read(original), expected)
+    assert_same(HalvedPictures(processor.config).rewrite(original), expected)
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))])
@@ -88,7 +88,7 @@ def test_a_halved_video_keeps_its_frames_and_their_times(name: str, size: tuple[
         for f in (frames, [smaller(frame, *size, unit) for frame in frames])
     )
     assert original.media[0].n_tokens == 2 * size[0] * size[1]  # two frames in a patch
-    assert_same(HalvedPictures(processor.config).read(original), expected)
+    assert_same(HalvedPictures(processor.config).rewrite(original), expected)
 
 
 @pytest.mark.parametrize("name", RESIZED)

@@ -100,7 +100,7 @@ ROWS = 2
 
 
 def grown(rows: list[NaiveTree]) -> list[NaiveTree]:
-    """The rows as policies grow them: one root token, no two like children of one node, padding behind the nodes."""
+    """The rows as policies grow them: one root token, no two like children of one node, padding after the nodes."""
     out = []
     for row in rows:
         size = len(row.parents)
@@ -141,7 +141,7 @@ def test_it_is_the_union_of_the_paths_shallow_ones_first(
         alone = two.size == 1 and one.size <= total + 1  # then first stays in its own order
         assert token_paths(merged, row) == (ours if alone else every[: total + 1])
         valid = merged.valid.expand(ROWS, -1)[row].tolist()
-        assert valid == sorted(valid, reverse=True), "padding stands behind the nodes"
+        assert valid == sorted(valid, reverse=True), "padding stands after the nodes"
     assert merged.size <= max(len(first[0].parents) + len(second[0].parents) - 1, 1)
 
 

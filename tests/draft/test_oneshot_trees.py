@@ -105,7 +105,7 @@ def test_a_tree_has_the_nodes_that_best_first_search_finds(
         assert set(token_paths(tree, row)) == set(nodes)
         assert tree.valid[row].sum() == len(nodes)
     if not on_accelerator:
-        assert tree.size == max(map(len, expected))  # padding behind smaller rows alone
+        assert tree.size == max(map(len, expected))  # padding after smaller rows alone
 
 
 @settings(max_examples=100, deadline=None)

@@ -162,7 +162,7 @@ def test_a_drafter_whose_logits_are_no_numbers_never_displaces_the_root(policy: 
         assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
 
 
-# --------------------------------------------------------------------------- chains that end behind an unsure guess
+# --------------------------------------------------------------------------- chains that end after an unsure guess
 
 
 def naive_confident(model: PathModel, row: int, policy: ConfidentChain) -> Path:
@@ -282,7 +282,7 @@ def test_a_row_draws_the_same_numbers_whatever_rows_are_beside_it() -> None:
         generators, steps = [torch.Generator().manual_seed(s) for s in seeds], []
         for _ in range(2):
             step = Uniforms(generators, (2, 2), 4, torch.device("cpu"))
-            drafted = step.take(taken)[:, :2]
+            drafted = step.pop(taken)[:, :2]
             steps.append(torch.cat([step.judging.flatten(1), drafted], 1))
         return torch.stack(steps, 1)
 
@@ -295,9 +295,9 @@ def test_a_row_draws_the_same_numbers_whatever_rows_are_beside_it() -> None:
 
 def test_more_numbers_than_planned_are_an_error_not_a_repetition() -> None:
     numbers = uniforms(3, 1)
-    numbers.take(2)
+    numbers.pop(2)
     with pytest.raises(IndexError, match="Only 3 uniform numbers per row"):
-        numbers.take(2)
+        numbers.pop(2)
 
 
 def test_chains_that_are_cut_are_their_rows_own() -> None:

@@ -68,10 +68,10 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
     view = pooled(target(name))
     before = session(name).context.load(0, prompt).logits
     settings = target(name).config.vision_config.to_dict()
-    load(view, session(name), view.read(prompt))
+    load(view, session(name), view.rewrite(prompt))
     assert target(name).config.vision_config.to_dict() == settings
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
-    broken = Prompt((*view.read(prompt).ids, IMAGE), view.read(prompt).media)
+    broken = Prompt((*view.rewrite(prompt).ids, IMAGE), view.rewrite(prompt).media)
     with pytest.raises(Exception, match=r"placeholder"):
         load(view, session(name), broken)
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
@@ -84,7 +84,7 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
     view, opened = pooled(target(name)), session(name, rows=3)
     originals = prompts(name, kind)
     for row, prompt in enumerate(originals):
-        load(view, opened, view.read(prompt), row)
+        load(view, opened, view.rewrite(prompt), row)
         opened._target.cache.reserve(row, 1)
     ran: list[tuple[Tensor, Tensor]] = []
     run = opened.context.run
@@ -106,9 +106,9 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
 
 
 def _by_hand(name: str, prompt: Prompt, answer: list[int]) -> Tensor:
-    """Logits ``[V]`` of the stock model behind the pooled prompt and some tokens of an answer."""
+    """Logits ``[V]`` of the stock model after the pooled prompt and some tokens of an answer."""
     stock = FAMILIES[name].model()
-    seen = pooled(target(name)).read(prompt)  # held against others below, and in test_halved_pictures
+    seen = pooled(target(name)).rewrite(prompt)  # held against others below, and in test_halved_pictures
     media = [dict(m.tensors) for m in (seen if name in RESIZED else prompt).media]
     if name not in RESIZED:
         _average_by_hand(name, stock)
@@ -146,7 +146,7 @@ def _average_by_hand(name: str, stock: Any) -> None:
 def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
     view = pooled(target(name))
     for prompt in prompts(name):
-        seen = view.read(prompt)
+        seen = view.rewrite(prompt)
         assert visuals(name, seen) == visuals(name, prompt) / 4
         assert [i for i in seen.ids if i != IMAGE] == [i for i in prompt.ids if i != IMAGE]
         assert sum(medium.n_tokens for medium in seen.media) == visuals(name, seen)
@@ -160,7 +160,7 @@ def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(name: str, monkeypa
     expected = FAMILIES[name].inputs("image", 3)
     for row, prompt in enumerate(originals):
         kept = expected["attention_mask"][row].bool()
-        assert list(pooled(target(name)).read(prompt).ids) == expected["input_ids"][row][kept].tolist()
+        assert list(pooled(target(name)).rewrite(prompt).ids) == expected["input_ids"][row][kept].tolist()
 
 
 def averages(features: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_a_class_token_stays_before_the_averages() -> None:
     stock.config.vision_feature_select_strategy = "full"
     pixels = prompts("llava", rows=1)[0].media[0].tensors
     (prompt,) = split(stock.config, {"input_ids": torch.tensor([[1, *[IMAGE] * 17, 20]]), **pixels})
-    assert pooled(Target(stock)).read(prompt).ids == (1, *[IMAGE] * 5, 20)
+    assert pooled(Target(stock)).rewrite(prompt).ids == (1, *[IMAGE] * 5, 20)
 
 
 def test_features_on_no_square_are_refused() -> None:

@@ -50,7 +50,7 @@ def decode(expected: Prediction, answer: Sequence[int]) -> tuple[int, list[tuple
         outcome = accepted(nodes, answer[place:])
         outcomes += [(node[2], hit) for node, hit in zip(nodes, outcome, strict=True)]
         step = answer[place : place + sum(outcome) + 1]
-        expected.take(step)
+        expected.observe(step)
         place, passes = place + len(step), passes + 1
     return passes, outcomes
 
@@ -86,12 +86,12 @@ def test_a_right_prediction_takes_few_passes_and_expects_the_end_behind_it() -> 
 
 def test_each_of_several_ends_is_expected_behind_the_last_token() -> None:
     expected = Prediction(TEXT, VOCAB + 3, {END, END + 2})
-    expected.take(TEXT)
+    expected.observe(TEXT)
     nodes = expected.draft(VOCAB)
     assert [(token, parent) for token, parent, _ in nodes] == [(END, 0), (END + 2, 0)]
     assert sum(probability for *_, probability in nodes) <= 1
     silent = Prediction(TEXT, VOCAB)
-    silent.take(TEXT)
+    silent.observe(TEXT)
     assert not silent.draft(VOCAB)
 
 
@@ -99,29 +99,29 @@ def test_each_of_several_ends_is_expected_behind_the_last_token() -> None:
 @pytest.mark.parametrize("right", range(1, 5))
 def test_a_match_survives_a_word_of_some_tokens_that_are_some_others_in_the_answer(wrong: int, right: int) -> None:
     expected = prediction([*TEXT[:60], *range(900, 900 + wrong), *TEXT[60:]])
-    expected.take([*TEXT[:60], *range(950, 950 + right), TEXT[60]])
+    expected.observe([*TEXT[:60], *range(950, 950 + right), TEXT[60]])
     assert sum(accepted(expected.draft(VOCAB), TEXT[61:])) > 12
 
 
 def test_a_draft_behind_a_wrong_token_has_branches_for_the_places_where_the_copy_may_go_on() -> None:
     for wrong in range(1, 3):
         expected = prediction([*TEXT[:60], *range(900, 900 + wrong), *TEXT[60:]])
-        expected.take([*TEXT[:60], 950])
+        expected.observe([*TEXT[:60], 950])
         assert tuple(TEXT[60:62]) in paths(expected.draft(VOCAB))
 
 
 @pytest.mark.parametrize("missing", range(1, 6))
 def test_a_match_survives_words_that_the_answer_leaves_out(missing: int) -> None:
     expected = prediction([*TEXT[:60], *range(900, 900 + missing), *TEXT[60:]])
-    expected.take(TEXT[:61])
+    expected.observe(TEXT[:61])
     assert sum(accepted(expected.draft(VOCAB), TEXT[61:])) > 16
 
 
 def test_the_answer_may_leave_the_prediction_and_return_to_any_place_of_it() -> None:
     expected = prediction()
-    expected.take([*range(800, 840), *TEXT[200:203]])
+    expected.observe([*range(800, 840), *TEXT[200:203]])
     assert sum(accepted(expected.draft(VOCAB), TEXT[203:])) > 8
-    expected.take([*TEXT[203:220], *range(840, 880), *TEXT[100:103]])
+    expected.observe([*TEXT[203:220], *range(840, 880), *TEXT[100:103]])
     assert sum(accepted(expected.draft(VOCAB), TEXT[103:])) > 8
 
 
@@ -129,10 +129,10 @@ def test_a_draft_is_the_longer_the_more_tokens_have_been_right_lately() -> None:
     expected = prediction()
     sizes = [len(expected.draft(VOCAB))]
     for place in range(0, 30, 10):
-        expected.take(TEXT[place : place + 10])
+        expected.observe(TEXT[place : place + 10])
         sizes.append(len(expected.draft(VOCAB)))
     assert sizes == [16, 26, 32, 32]
-    expected.take([*range(900, 905), *TEXT[200:203]])
+    expected.observe([*range(900, 905), *TEXT[200:203]])
     assert len(expected.draft(VOCAB)) <= 14
 
 
@@ -148,7 +148,7 @@ def test_a_prediction_that_has_nothing_to_do_with_the_answer_is_soon_silent() ->
         nodes = []
         for token in some_text(seed + 1):
             nodes.append(len(expected.draft(VOCAB)))
-            expected.take([token])
+            expected.observe([token])
         assert sum(nodes[:4]) <= 40
         assert sum(nodes) < 0.3 * len(TEXT)
 
@@ -166,10 +166,10 @@ def test_about_as_many_nodes_are_accepted_as_their_probabilities_say(rate: float
 
 def test_a_token_is_likelier_where_more_were_right() -> None:
     right, wrong = prediction(), prediction()
-    right.take(TEXT[:200])
-    wrong.take([token if place % 10 else 999 for place, token in enumerate(TEXT[:200])])
+    right.observe(TEXT[:200])
+    wrong.observe([token if place % 10 else 999 for place, token in enumerate(TEXT[:200])])
     for expected in (right, wrong):
-        expected.take(TEXT[200:215])
+        expected.observe(TEXT[200:215])
     assert right.draft(VOCAB)[9][2] > wrong.draft(VOCAB)[9][2] + 0.2
 
 
@@ -182,10 +182,10 @@ def test_what_is_beyond_the_most_tokens_is_not_read_and_no_end_is_expected_there
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("saccade.draft.prediction.MOST", 50)
-    for size, behind in ((50, [END]), (51, [])):
+    for size, after in ((50, [END]), (51, [])):
         expected = prediction(TEXT[:size])
-        expected.take(TEXT[:50])
-        assert [token for token, *_ in expected.draft(VOCAB)] == behind
+        expected.observe(TEXT[:50])
+        assert [token for token, *_ in expected.draft(VOCAB)] == after
 
 
 @settings(max_examples=200, deadline=None)
@@ -195,9 +195,9 @@ def test_drafts_are_trees_of_the_answer_s_tokens_alone(
 ) -> None:
     expected, together = Prediction(text, 3, {2}), Prediction(text, 3, {2})
     for step in steps:
-        expected.take(answer[:step])
+        expected.observe(answer[:step])
         nodes = expected.draft(limit)
-        together.take(answer[:step])
+        together.observe(answer[:step])
         answer = answer[step:]
         assert len(set(paths(nodes))) == len(nodes) + 1 <= MOST_NODES + 1
         assert all(len(path) <= limit for path in paths(nodes))

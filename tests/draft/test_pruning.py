@@ -172,7 +172,7 @@ def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt)
 
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
-    """View R reads a batch's rows of words again once an image row has come, behind that row's attention."""
+    """View R reads a batch's rows of words again once an image row has come, after that row's attention."""
     family, other = target("llava").family, prompt_of(image(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

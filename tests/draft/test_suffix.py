@@ -36,7 +36,7 @@ def opened(options: SuffixOptions = EAGER, store: AnswerStore | None = None, row
 
 
 def drafted(session: SuffixSession, ids: Sequence[int], key: str | None = "", row: int = 0) -> DraftTree:
-    """The tree behind a prompt, whose last token is the root."""
+    """The tree after a prompt, whose last token is the root."""
     session.begin(row, 0, key)
     session.load(row, Prompt(tuple(ids[:-1])), None)
     return session.propose([row], [[ids[-1]]], TopProposer(), 50)

@@ -108,7 +108,7 @@ def engine(method: str, place: str, **options: Any) -> Engine:
 
 @dataclass
 class Ran:
-    """Tokens per row, and the counts of steps that read prompts and of those behind them."""
+    """Tokens per row, and the counts of steps that read prompts and of those after them."""
 
     tokens: list[list[int]]
     prefill: list[Counts] = field(default_factory=list)

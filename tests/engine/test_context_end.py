@@ -111,7 +111,7 @@ def test_rows_on_either_side_of_a_longrope_turn_equal_generate(policy: str, leng
 @pytest.mark.parametrize(("length", "new"), [(30, 11), (TURN, 1)])
 def test_a_row_that_crosses_a_longrope_turn_is_refused(length: int, new: int) -> None:
     engine = Engine(adapt(CASES["longrope"].model()))
-    with pytest.raises(InputError, match=r"longrope.* changes behind 40 tokens"):
+    with pytest.raises(InputError, match=r"longrope.* changes after 40 tokens"):
         engine.generate(requests_of(words(length)), max_new_tokens=new)
 
 

@@ -59,7 +59,7 @@ def run(feed: Feed[Asked]) -> list[Asked]:
     ended = list[Asked]()
     while not feed.is_idle:
         feed.step()
-        ended += [entry for entry in feed.read() if entry.done]
+        ended += [entry for entry in feed.pop_changed() if entry.done]
     return ended
 
 
@@ -96,7 +96,7 @@ def test_entries_of_a_step_that_failed_are_repeated_each_alone_before_any_that_w
     entries = [Asked((number,)) for number in (0, 1, 2, 3)]
     feed = feed_of(*entries)
     feed.step()
-    assert feed.read() == []
+    assert feed.pop_changed() == []
     feed.fill()
     assert (feed.running, feed.has_room) == (entries[:1], False)
     ended = run(feed)
@@ -143,12 +143,12 @@ def test_an_entry_that_cannot_start_ends_with_its_error() -> None:
     bad, good = Asked((0,), n=0), Asked((1,))
     feed = feed_of(bad, good)
     feed.fill()
-    assert (feed.running, feed.read()) == ([good], [bad])
+    assert (feed.running, feed.pop_changed()) == ([good], [bad])
     assert isinstance(bad.error, InputError)
     feed.add(bad)
     feed.step()
     feed.clear()
-    assert (feed.is_idle, feed.batch.is_idle, feed.read()) == (True, True, []), "nothing of them is left"
+    assert (feed.is_idle, feed.batch.is_idle, feed.pop_changed()) == (True, True, []), "nothing of them is left"
 
 
 def test_an_entry_is_cancelled_wherever_it_is(failing: Failing) -> None:
@@ -157,14 +157,14 @@ def test_an_entry_is_cancelled_wherever_it_is(failing: Failing) -> None:
     feed = feed_of(*entries)
     assert feed.cancel(entries[3]), "it waits"
     feed.step()
-    assert feed.read() == []
+    assert feed.pop_changed() == []
     assert list(feed.suspects) == entries[:3]
     assert feed.cancel(entries[1]), "it waits to be repeated"
     feed.step()
     assert feed.running == [entries[0]]
     assert feed.cancel(entries[0]), "its row runs"
     assert feed.batch.is_idle
-    assert feed.read() == [], "its step is of no interest any more"
+    assert feed.pop_changed() == [], "its step is of no interest any more"
     assert run(feed) == [entries[2]]
     assert not any(map(feed.cancel, entries)), "all have ended"
     assert entries[2].tokens == entries[2].expected
@@ -173,9 +173,9 @@ def test_an_entry_is_cancelled_wherever_it_is(failing: Failing) -> None:
 def test_steps_that_are_read_during_the_next_step_are_read_once() -> None:
     entry, read = Asked((0,)), list[list[Asked]]()
     feed = feed_of(entry)
-    feed.batch.meanwhile = lambda: read.append(feed.read())
+    feed.batch.meanwhile = lambda: read.append(feed.pop_changed())
     for _ in range(3):
         feed.step()
     assert read == [[], [entry], [entry]]
-    assert feed.read() == [entry]
-    assert feed.read() == []
+    assert feed.pop_changed() == [entry]
+    assert feed.pop_changed() == []

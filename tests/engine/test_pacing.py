@@ -25,7 +25,7 @@ class World:
     """Costs in units of a forward of one token.
 
     Attributes:
-        accepted: chance that a draft token is accepted behind accepted ones.
+        accepted: chance that a draft token is accepted after accepted ones.
         later: the same in the second half of the answers.
         draft: a level of drafting, or all of them with ``one_pass``.
         slope: one more token in a forward of the target.

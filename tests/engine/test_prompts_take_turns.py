@@ -125,13 +125,13 @@ def test_rows_that_fit_go_ahead_of_one_that_waits_for_memory_but_not_for_ever() 
     running = add(batch, small, n=100)
     batch.step()
     big = add(batch, large, n=200)
-    ahead, behind = [add(batch, small, n=8) for _ in range(PATIENCE)], add(batch, small, n=8)
+    ahead, after = [add(batch, small, n=8) for _ in range(PATIENCE)], add(batch, small, n=8)
     while not running.done:
         batch.step()
-        assert behind.slot is None
+        assert after.slot is None
     assert all(row.done for row in ahead)
     drain(batch)
-    assert [row.output for row in (big, behind)] == [alone("chain", large, n=200), alone("chain", small, n=8)]
+    assert [row.output for row in (big, after)] == [alone("chain", large, n=200), alone("chain", small, n=8)]
 
 
 def test_a_row_that_has_to_wait_for_memory_drops_no_cached_content() -> None:

@@ -98,8 +98,8 @@ def test_a_medium_alone_gives_the_features_that_it_gives_among_others(case: Fami
     (prompt,) = split(model.config, case.row_inputs(kind, 1))
     alone = torch.cat([_features(model, family_of(model.config).join([m])) for m in prompt.media])
     together = _features(model, family_of(model.config).join(prompt.media))
-    behind = len(prompt.media) if (case.name, kind) == ("llava_onevision", "video") else 0  # may be added later
-    assert sum(m.n_tokens for m in prompt.media) - len(alone) in (0, behind)
+    after = len(prompt.media) if (case.name, kind) == ("llava_onevision", "video") else 0  # may be added later
+    assert sum(m.n_tokens for m in prompt.media) - len(alone) in (0, after)
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)  # sums in another order
 
 

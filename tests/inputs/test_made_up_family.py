@@ -31,7 +31,7 @@ TOKENS = (SIDE // PATCH) ** 2
 
 
 class Glimpses(Family):
-    """Every image twice, as it is and mirrored, behind two tags: ``glimpses [n, 2, 3, H, W]``."""
+    """Every image twice, as it is and mirrored, after two tags: ``glimpses [n, 2, 3, H, W]``."""
 
     names = MappingProxyType({"glimpses": "Glimpses"})
     visual_keys = ("glimpses",)

@@ -255,7 +255,7 @@ def test_pictures_of_cameras_have_few_parts(options: dict[str, Any]) -> None:
     noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (600, 800, 3), dtype=np.uint8))
     data = encoded("JPEG", noise, quality=95, **options)
     assert np.array_equal(np.asarray(load_image(data)), np.asarray(Image.open(io.BytesIO(data))))
-    followed = data + b"\xff\xda\0\2" * 100  # as a phone's film behind the end of the picture
+    followed = data + b"\xff\xda\0\2" * 100  # as a phone's film after the end of the picture
     assert np.array_equal(np.asarray(load_image(followed)), np.asarray(load_image(data)))
 
 

@@ -207,7 +207,7 @@ def test_a_conversation_in_a_tar_has_the_pictures_next_to_it(tmp_path: Path) -> 
 
 def test_a_torn_tar_gives_what_is_whole_and_one_reason(tmp_path: Path) -> None:
     whole = archive(tmp_path / "whole.tar", [(f"{n}.png", bytes(5000)) for n in range(4)]).read_bytes()
-    for length in (2 * 5632 + 300, 2 * 5632, 2 * 5632 - 1000):  # in a header, behind a file, in a file
+    for length in (2 * 5632 + 300, 2 * 5632, 2 * 5632 - 1000):  # in a header, after a file, in a file
         (tmp_path / "torn.tar").write_bytes(whole[:length])
         found = items(tmp_path / "torn.tar")
         assert [i.id for i in found if not i.problem] == ["0"]
@@ -337,13 +337,13 @@ def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> N
 
     ahead = ReadAhead(numbers(), lambda number: number * number, threads=3, ahead=5)
     for number in range(100):
-        assert ahead.take(wait=True) == number * number
+        assert ahead.pop(wait=True) == number * number
         if number % 50 == 9:
             time.sleep(0.05)  # the workers could run away
         with lock:
             taken += 1
     with pytest.raises(SaccadeError, match="is gone"):  # after the items before it
-        ahead.take(wait=True)
+        ahead.pop(wait=True)
     ahead.close()
     assert most <= 6, "the window, and the one that has just been taken"
 
@@ -351,10 +351,10 @@ def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> N
 def test_what_is_not_ready_is_not_waited_for() -> None:
     gate = threading.Event()
     ahead = ReadAhead(iter([1]), lambda _: gate.wait(), threads=1, ahead=1)
-    assert ahead.take(wait=False) is None
+    assert ahead.pop(wait=False) is None
     assert not ahead.is_empty
     gate.set()
-    assert ahead.take(wait=True) is True
-    assert ahead.take(wait=True) is None
+    assert ahead.pop(wait=True) is True
+    assert ahead.pop(wait=True) is None
     assert ahead.is_empty
     ahead.close()

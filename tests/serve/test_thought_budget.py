@@ -66,7 +66,7 @@ def test_a_thought_of_the_parser_is_closed_at_its_budget_and_no_other_token_chan
     def in_thought(so_far: Sequence[str]) -> bool:
         parser = replies.parser(CallPolicy(), begun)
         assert parser is not None
-        for word in (*so_far, "x"):  # behind which a mark is whole
+        for word in (*so_far, "x"):  # after which a mark is whole
             parser.add(word)
         return parser.in_reasoning
 
@@ -107,7 +107,7 @@ def test_the_marks_of_a_tokenizers_own_response_template_end_a_thought() -> None
     script = tok.encode("abcdef", add_special_tokens=False)
     tokens = decoded(ThoughtBudget(replies, 2, begun, frozenset()), script, len(tok))
     assert tok.decode(tokens) == "ab)cdef"
-    assert r"\x29" in replies.grammar(CallPolicy(), begun, None), "a form comes behind the thought"
+    assert r"\x29" in replies.grammar(CallPolicy(), begun, None), "a form comes after the thought"
 
 
 def test_a_mark_waits_where_a_grammar_does_not_allow_it() -> None:

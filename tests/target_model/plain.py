@@ -34,7 +34,7 @@ def prompt(name: str, kind: str, row: int = 0) -> Prompt:
 
 
 def extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
-    """One row's inputs with text behind them."""
+    """One row's inputs with text after them."""
     out = dict(inputs)
     for name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
         if name in inputs:

@@ -292,7 +292,7 @@ def test_layers_with_and_without_window_share_a_captured_mask(monkeypatch: pytes
 
 
 class Steps:
-    """Forwards of a context behind loaded prompts, some of them by graphs."""
+    """Forwards of a context after loaded prompts, some of them by graphs."""
 
     def __init__(self, rows: int = 2, family: str = "qwen2_vl", sizes: tuple[int, ...] = ()) -> None:
         self.target = Target(FAMILIES[family].model())
@@ -386,7 +386,7 @@ def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_padding_that_a_token_attends_to_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The known mistake: keys behind those of a row are read."""
+    """The known mistake: keys after those of a row are read."""
     ours, theirs = twins(monkeypatch, 2)
     right = graphs._mask
 
@@ -570,7 +570,7 @@ def test_rows_whose_states_are_apart_and_rows_that_are_dropped_keep_their_own(
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_later_prompt_starts_from_states_that_a_graph_left(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """A turn behind an answer, one that departs within it, and another conversation in a cache that is used again."""
+    """A turn after an answer, one that departs within it, and another conversation in a cache that is used again."""
     first, *others = [Prompt(tuple(range(low, low + 30))) for low in (20, 40)]
 
     def answers(under_test: Engine) -> list[list[int]]:

@@ -21,7 +21,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
 
 def expected(name: str, more: list[int]) -> list[Tensor]:
-    """``[S, d]`` for every index, of a prompt with an image where the family has them, and ``more`` behind."""
+    """``[S, d]`` for every index, of a prompt with an image where the family has them, and ``more`` after."""
     case, model = FAMILIES[name], target(name).model
     inputs = extended(case.row_inputs(case.kinds[0], 0), more)
     states = [s[0] for s in plain(model, inputs, output_hidden_states=True).hidden_states]

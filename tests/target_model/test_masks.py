@@ -18,7 +18,7 @@ HERE = torch.device("cpu")
 
 
 def naive_visible(tree: NaiveTree, length: int, node: int, entry: int, window: int | None, chunk: int | None) -> bool:
-    """Whether a node sees a row's entry: committed ones count up, the tree's nodes stand behind them by depth."""
+    """Whether a node sees a row's entry: committed ones count up, the tree's nodes stand after them by depth."""
     if entry >= length and entry - length not in tree.path(node):
         return False
     position, own = entry if entry < length else length + tree.depth(entry - length), length + tree.depth(node)

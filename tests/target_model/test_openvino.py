@@ -123,7 +123,7 @@ def test_nothing_runs_ahead_behind_entries_with_gaps_which_windows_count() -> No
 
 
 def hiding(context: Context) -> TokenBlock:
-    """A token of row 0 from which the first of two pending ones is hidden, which are run here one behind the other."""
+    """A token of row 0 from which the first of two pending ones is hidden, which are run here one after the other."""
     depth, shown = torch.tensor([[1, 1, 2]]), torch.tensor([[[False, True, True]]])
     for place in range(2):
         context.forward([0], torch.tensor([[50 + place]]), depth=depth[:, : place + 1])

@@ -61,7 +61,7 @@ def trees(draw: Callable[..., Any]) -> list[int]:
 @settings(max_examples=15, deadline=None)
 @given(parents=trees(), seed=st.integers(0, 99), cut=st.integers(1, 23))
 def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: list[int], seed: int, cut: int) -> None:
-    """Outputs of all nodes, in one forward or two, and states behind every path, against the module on each branch."""
+    """Outputs of all nodes, in one forward or two, and states after every path, against the module on each branch."""
     target, index, module = layer_of(name)
     generator = torch.Generator().manual_seed(seed)
     prefix, nodes = (torch.randn(2, n, 64, generator=generator) for n in (PREFIX, len(parents)))
@@ -98,7 +98,7 @@ def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: l
 
 
 def token_by_token(target: Target, module: Any, prefix: Tensor, tokens: Tensor) -> Tensor:
-    """Output ``[B, d]`` of the last of some tokens behind a prefix, by transformers' own cache."""
+    """Output ``[B, d]`` of the last of some tokens after a prefix, by transformers' own cache."""
     cache = DynamicCache(config=target.text_config)
     module(prefix, cache)
     outputs = [module(token[:, None], cache)[:, -1] for token in tokens.unbind(1)]
@@ -211,7 +211,7 @@ def test_steps_are_limited_in_prompts_alone_as_generate_does(method: str) -> Non
 
 
 def test_states_of_a_later_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted mistake: a prompt that departs within the prefix starts from the states behind the whole of it."""
+    """A planted mistake: a prompt that departs within the prefix starts from the states after the whole of it."""
     monkeypatch.setattr(RecurrentStates, "resumable", lambda states, row, length, current: length)
     monkeypatch.setattr(RecurrentStates, "restore", lambda states, row, length: None)
     with pytest.raises(AssertionError):

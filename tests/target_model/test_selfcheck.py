@@ -130,7 +130,7 @@ class GivesNan(Planted):
 
 
 class MixesFarTokens(Planted):
-    """Mixes tokens behind a position in its configuration with their neighbours in the forward, related or not."""
+    """Mixes tokens after a position in its configuration with their neighbours in the forward, related or not."""
 
     def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         out = super().forward(*args, position_ids=position_ids, **kwargs)

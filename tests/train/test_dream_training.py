@@ -67,9 +67,9 @@ def later_steps(
         rows = []
         for place, token in enumerate(tokens):
             fed = last.clone()
-            for behind in range(1, step + 1):  # guesses of the tokens before, each a step earlier
-                if token - behind >= 0 and place - behind >= 0:
-                    fed[token - behind] = outs[step - behind][place - behind]
+            for after in range(1, step + 1):  # guesses of the tokens before, each a step earlier
+                if token - after >= 0 and place - after >= 0:
+                    fed[token - after] = outs[step - after][place - after]
             upto = slice(0, place + 1)
             rows.append(run_dream(made, tokens[upto], embeddings[upto], fed)[-1])
         outs.append(torch.stack(rows))

@@ -68,11 +68,11 @@ def test_deeper_steps_have_fewer_places_each_behind_one_of_the_step_before() -> 
     supervised = torch.arange(50) < torch.tensor([[50], [30]])
     chosen = sample(supervised, 8, 0.7, 0.2, [5, 6])
     for step in range(1, 8):
-        behind = torch.nn.functional.pad(chosen[step - 1], (1, -1))
-        assert not (chosen[step] & ~(behind & supervised)).any()
+        after = torch.nn.functional.pad(chosen[step - 1], (1, -1))
+        assert not (chosen[step] & ~(after & supervised)).any()
         for row, count in enumerate((50, 30)):
             limit = int((count - step) * max(0.7**step, 0.2))
-            assert int(chosen[step][row].sum()) == min(limit, int((behind & supervised)[row].sum()))
+            assert int(chosen[step][row].sum()) == min(limit, int((after & supervised)[row].sum()))
     again, other = (sample(supervised, 8, 0.7, 0.2, seeds) for seeds in ([5, 6], [6, 5]))
     assert all(torch.equal(one, two) for one, two in zip(chosen, again, strict=True))
     assert any(not torch.equal(one, two) for one, two in zip(chosen, other, strict=True))

@@ -42,7 +42,7 @@ GRANITE = {
 
 @cache
 def target(name: str, dtype: torch.dtype = torch.float32) -> Target:
-    """``seeing``: the language model of ``granite`` behind LLaVA's eyes."""
+    """``seeing``: the language model of ``granite`` after LLaVA's eyes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if name == "seeing":

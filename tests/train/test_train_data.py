@@ -88,7 +88,7 @@ def test_tokens_that_the_target_does_not_have_are_those_of_another(
 
 
 def several(after: str, *ends: str) -> InputProcessor:
-    """Of a target with several end tokens, whose template puts one behind the assistant's turns."""
+    """Of a target with several end tokens, whose template puts one after the assistant's turns."""
     tok = tokenizer(more=ends)
     source = template("<image>").replace("\n{% endfor %}", after + "\n{% endfor %}")
     config = AutoConfig.from_pretrained(ready("llama"))

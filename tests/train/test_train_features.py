@@ -124,9 +124,9 @@ def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str)
     assert made.features.shape[1] == len(text) - 1
     assert torch.equal(made.embeddings[0], features.embeddings[text[1:]])
     assert torch.equal(made.states[0], states[text[1:]])
-    behind = next(i for i in range(1, len(text)) if text[i] - text[i - 1] > 1)  # first text token after the image
-    feature = {"before the image": text[behind - 1], "its end": text[behind] - 1}[source]
-    assert torch.equal(made.features[0, behind - 1], states[feature])
+    after = next(i for i in range(1, len(text)) if text[i] - text[i - 1] > 1)  # first text token after the image
+    feature = {"before the image": text[after - 1], "its end": text[after] - 1}[source]
+    assert torch.equal(made.features[0, after - 1], states[feature])
     assert made.following[made.supervised].tolist() == [30, 31, 32]
 
 

@@ -209,7 +209,7 @@ def test_eagle3_is_its_cross_entropy_over_self_fed_steps() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
-    """Stack s at an entry: the token s + 1 behind the entry's own, from the state before it; 0.8 ** s each."""
+    """Stack s at an entry: the token s + 1 after the entry's own, from the state before it; 0.8 ** s each."""
     own = head("llava", kind)
     batch = entries(own)
     tally = AheadObjective()(own, batch, lm_head, 5)

@@ -236,13 +236,13 @@ def test_batches_come_in_order_from_another_thread_a_few_ahead_and_errors_with_t
 
     batches = Prefetch(prepare)
     batches.begin((step, [0, 1]) for step in range(10))
-    assert batches.take((0, [0, 1])) == [0, 1]
+    assert batches.pop((0, [0, 1])) == [0, 1]
     batches.rest()
     assert prepared == list(range(1 + AHEAD))
-    assert [batches.take((step, [0, 1])) for step in range(1, 8)] == [[s, s + 1] for s in range(1, 8)]
+    assert [batches.pop((step, [0, 1])) for step in range(1, 8)] == [[s, s + 1] for s in range(1, 8)]
     batches.rest()
     with pytest.raises(TrainingError, match="planted"):
-        batches.take((8, [0, 1]))
+        batches.pop((8, [0, 1]))
     batches.close()
     assert threading.current_thread().name not in threads
 

@@ -177,15 +177,15 @@ def test_a_mask_behind_a_branch_is_not_that_of_another_branch() -> None:
     options = {"whitespace_flexible": True}
     own = LLGuidance(words, guidance.LLMatcher.grammar_from_json_schema({**SCHEMA, "required": []}, defaults=options))
 
-    def behind(place: Place, text: str) -> Place:
-        return reduce(Place.behind, text.encode(), place)
+    def after(place: Place, text: str) -> Place:
+        return reduce(Place.after, text.encode(), place)
 
     texts = ['{"a" ', '{ "a" ', '{"a": ', '{"a":1 ', '{"a":1,"b" ', '{"a": 1 ', '{"b": ', '{"b":"']
     for before in texts:
         for text in texts:
             start = own.start(())
-            assert behind(start, before).packed.any()
-            place, alone = behind(start, text), behind(own.start(()), text)
+            assert after(start, before).packed.any()
+            place, alone = after(start, text), after(own.start(()), text)
             assert place.packed.tolist() == alone.packed.tolist(), f"{text!r} after {before!r}"
             assert place.run == alone.run
 
@@ -261,5 +261,5 @@ def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
 def test_what_leaves_the_grammar_is_refused() -> None:
     own = Brackets()
     state = own.advance(own.advance(own.start([1, 2]), 20), 31)
-    with pytest.raises(InputError, match="does not allow token 31 behind 1 new tokens"):
+    with pytest.raises(InputError, match="does not allow token 31 after 1 new tokens"):
         own.scores(state, torch.zeros(VOCAB))

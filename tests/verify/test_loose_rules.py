@@ -272,7 +272,7 @@ def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone() 
     def read(row: int, ids: list[int], start: int) -> torch.Tensor:
         states = torch.randn(len(ids) - start, 5, generator=generator)
         prompt = Prompt(tuple(ids))
-        judge.read(row, prompt, PrefillResult(prompt, start, hidden={2: states}))
+        judge.load(row, prompt, PrefillResult(prompt, start, hidden={2: states}))
         return F.normalize(states, dim=-1)
 
     neighbour = read(1, [1, 1, 1], 0)

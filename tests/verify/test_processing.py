@@ -59,7 +59,7 @@ def naive(tree: NaiveTree, node: int, prefix: list[int], logits: Tensor, process
 def plain_decoding_comes_to(
     tree: NaiveTree, node: int, prefix: list[int], logits: Tensor, processors: list[Any]
 ) -> bool:
-    """Whether no token on the way to the node is forbidden behind what stands before it; ``logits`` ``[N, V]``."""
+    """Whether no token on the way to the node is forbidden after what stands before it; ``logits`` ``[N, V]``."""
     for above, below in pairwise(tree.path(node)):
         scores = naive(tree, above, prefix, logits[above], processors)
         if scores[tree.tokens[below]].isneginf() and not scores.isneginf().all():
@@ -211,7 +211,7 @@ def may_follow(emitted: Sequence[int], words: Sequence[Sequence[int]]) -> list[i
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_a_constraint_is_only_asked_what_it_can_answer(method: str, do_sample: bool) -> None:
-    """Words of as many tokens as may be said, and shorter ones behind which the row ends."""
+    """Words of as many tokens as may be said, and shorter ones after which the row ends."""
     lengths = {len(p) for p in prompts()}
     assert len(lengths) > 1
     for words, n, eos in ((WORDS, 8, None), ([[*w[: 3 + 2 * i], 7] for i, w in enumerate(WORDS)], 20, 7)):
@@ -236,7 +236,7 @@ def test_a_constraint_is_only_asked_what_it_can_answer(method: str, do_sample: b
 
 
 def test_an_id_that_the_target_cannot_emit_is_passed_over() -> None:
-    """Placeholders may have ids behind the last row of the output layer."""
+    """Placeholders may have ids after the last row of the output layer."""
     tree = draft_tree([NaiveTree((0, 0, 0), (1, VOCAB + 2, 2), (True,) * 3)])
     processor = Forbidding(set())
     of_rows([[processor]])(tree, torch.zeros(1, 3, VOCAB), [[3, 1]])

@@ -352,7 +352,7 @@ def test_what_is_forced_in_other_rows_takes_nothing_from_a_row(method: str) -> N
 
 
 class Limited(TokenList):
-    """Of five tokens: behind 1 comes 3, behind 3 comes 0 or 2, and behind 0 never 0; at first any."""
+    """Of five tokens: after 1 comes 3, after 3 comes 0 or 2, and after 0 never 0; at first any."""
 
     ALLOWED = ([1, 2, 3, 4], [3], [0, 1, 2, 3, 4], [0, 2], [1, 2])
 

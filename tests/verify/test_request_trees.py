@@ -31,7 +31,7 @@ DEAD = {
     "properties": {**NOTHING["properties"], "xy": {"enum": ["a", "b"]}},  # type: ignore[dict-item]
     "required": ["xy"],
 }
-"""JSON in which `"x"` is allowed, and nothing behind it."""
+"""JSON in which `"x"` is allowed, and nothing after it."""
 FORM = {
     "type": "object",
     "properties": {
@@ -75,7 +75,7 @@ class Ends(TokenList):
 
 
 def mask_of(own: Rollback, tokens: list[int]) -> list[int]:
-    """Tokens that a matcher of its own allows behind others."""
+    """Tokens that a matcher of its own allows after others."""
     matcher = own.matcher()
     assert all(own.accept(matcher, token) for token in tokens)
     return np.flatnonzero(np.unpackbits(np.frombuffer(own.packed(matcher), np.uint8), bitorder="little")).tolist()
@@ -108,7 +108,7 @@ def test_masks_and_forced_runs_are_those_of_a_matcher_of_its_own_wherever_the_wa
             continue
         below = place.ahead(token)
         assert below is not None
-        assert below is place.behind(token)
+        assert below is place.after(token)
         places.append((below, [*path, token]))
         if number % 40 == 39:  # as between steps: what is in front of a place is forgotten
             place, path = rng.choice(places)
@@ -124,14 +124,14 @@ def test_a_dead_end_is_not_drafted_and_leaves_the_walk_as_it_was() -> None:
     for token in words:
         if token != words[-1]:
             own.settle(place)
-        place = place.behind(token)
+        place = place.after(token)
     own.settle(place.parent)
     dead = tokenizer().convert_tokens_to_ids(":")
     assert place.allows(dead)
     for _ in range(2):
         assert place.ahead(dead) is None
         with pytest.raises(InputError, match="no text here"):
-            place.behind(dead).run  # noqa: B018
+            place.after(dead).run  # noqa: B018
     assert place.parent.ahead(tokenizer().convert_tokens_to_ids("y")) is not None
 
 

@@ -94,7 +94,7 @@ FOLLOWED: dict[str, dict[str, Any]] = {
         "additionalItems": False,
     },
     "minProperties of one": {"type": "object", "minProperties": 1, "additionalProperties": INT},
-    "minProperties behind required ones": {
+    "minProperties after required ones": {
         "type": "object",
         "required": ["a", "b"],
         "minProperties": 3,

@@ -130,7 +130,7 @@ class Probe:
 
     def _drafted(self, view: View, prompt: Prompt, tokens: list[int]) -> Tensor:
         """Logits ``[n, V]`` of one view after every token of the answer but the last."""
-        own = view.read(prompt)
+        own = view.rewrite(prompt)
         self.session.forget(0)
         view.load(self.session, 0, own, len(own) + len(tokens), None)
         return self.session.run([0], [tokens[:-1]], every=True)[0]

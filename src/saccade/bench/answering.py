@@ -128,7 +128,7 @@ def follows(grammar: Rollback, tokens: Sequence[int]) -> bool:
     for token in tokens:
         if not place.allows(token):
             return False
-        place = place.behind(token)
+        place = place.after(token)
     return tokens[-1] in grammar.ends
 
 

@@ -22,7 +22,7 @@ PASSES, CONTEXT = 7, 64
 
 
 def plain_pass(vlm: VLM, options: dict[str, Any], output: Output) -> float | None:
-    """Time plain decoding behind a shown answer; return a pass's seconds, None without drafts and after Ctrl-C."""
+    """Time plain decoding after a shown answer; return a pass's seconds, None without drafts and after Ctrl-C."""
     from saccade.inputs.families.family import Prompt
 
     if not output.stats.drafted_tokens or output.finish_reason == "interrupted":

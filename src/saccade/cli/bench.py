@@ -218,7 +218,7 @@ def _pairs(options: Mapping[str, Any]) -> str:
 
 
 def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
-    """Run a suite behind a bar, which is drawn between answers only, outside the timed sections."""
+    """Run a suite after a bar, which is drawn between answers only, outside the timed sections."""
     from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
     from saccade.bench.runner import Mismatch, Runner
@@ -377,7 +377,7 @@ def compare(
 
     if b is None:
         if absolute or fail_if_slower:
-            raise InputError("--absolute and --fail-if-slower are for two runs; name another one behind the first.")
+            raise InputError("--absolute and --fail-if-slower are for two runs; name another one after the first.")
         _compare_methods(a, against, level, margin, as_json)
         return
     if against is not None:

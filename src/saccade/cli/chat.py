@@ -57,7 +57,7 @@ def chat(
             import readline  # noqa: F401  (input() then has history and cursor keys)
     while (line := _line()) not in (None, "/quit", "/exit"):
         try:
-            session.take(line or "")
+            session.handle(line or "")
         except SaccadeError as problem:
             screen.note(str(problem), "red")
 
@@ -91,7 +91,7 @@ class Session:
         self._answers: list[Output] = []
         self.files: dict[str, list[str]] = {"image": [], "video": []}
 
-    def take(self, line: str) -> None:
+    def handle(self, line: str) -> None:
         """Run a command, or send the line as a message and print the answer."""
         command, _, argument = line.partition(" ")
         kind = command.removeprefix("/")

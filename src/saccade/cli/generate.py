@@ -39,7 +39,7 @@ def generate(
     """Answer one question about images, videos or text.
 
     The answer streams to standard output as its tokens are accepted. Speed, accepted draft tokens and time saved go to
-    standard error; for the last of these, a few passes of plain decoding are timed behind the answer. Where the
+    standard error; for the last of these, a few passes of plain decoding are timed after the answer. Where the
     checkpoint's generation_config samples, so does this command, and says so; `--temperature 0` is greedy.
 
     Examples:

@@ -141,7 +141,7 @@ def check_models(models: ModelSpec, complete: bool = True) -> None:
 
 
 def load_models(models: ModelSpec) -> VLM:
-    """Load models behind a spinner; of warnings, only Saccade's are shown."""
+    """Load models after a spinner; of warnings, only Saccade's are shown."""
     if not sys.warnoptions:
         _shown.clear()
         warnings.simplefilter("ignore")

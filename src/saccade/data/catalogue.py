@@ -16,7 +16,7 @@ from saccade.options import FrameOptions, check_whole
 from saccade.wording import meant
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
-"""Names of the papers by the word behind ``@``."""
+"""Names of the papers by the word after ``@``."""
 PARTS = ("question", "images", "videos", "choices", "reference", "id", "category", "turns")
 """Parts of a question that a column can be named for."""
 _LISTS = ("images", "videos", "choices")

@@ -160,7 +160,7 @@ class AssistantDraftSession(DraftSession):
         return self._shaping.signals(rows)
 
     def _forward(self, rows: Rows, states: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[A, W, V]`` and outputs ``[A, W, d]`` behind tokens ``[A, W]`` with their parents' states."""
+        """Logits ``[A, W, V]`` and outputs ``[A, W, d]`` after tokens ``[A, W]`` with their parents' states."""
         count = tokens.shape[1]
         model = self._model
         cache = self._context.cache

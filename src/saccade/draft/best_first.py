@@ -24,7 +24,7 @@ def best_first(
     """The likeliest nodes below the root, parents first; none where they would not save time.
 
     Args:
-        follow: tokens behind a state at a depth, with their probabilities and states.
+        follow: tokens after a state at a depth, with their probabilities and states.
         most: nodes at most.
         deepest: tokens of a path at most.
         least: smallest probability of a path that is drafted.
@@ -35,9 +35,9 @@ def best_first(
     state, parent, depth = root, 0, 0
     likely, expected = 1.0, 0.0
     while True:
-        for token, probability, behind in follow(state, depth) if depth < deepest else ():
+        for token, probability, after in follow(state, depth) if depth < deepest else ():
             if likely * probability >= least:
-                heappush(heap, (-likely * probability, next(number), token, parent, depth + 1, behind))
+                heappush(heap, (-likely * probability, next(number), token, parent, depth + 1, after))
         if not heap or len(nodes) >= most:
             return nodes if expected > PASS + NODE * len(nodes) else []
         negative, _, token, parent, depth, state = heappop(heap)

@@ -109,17 +109,17 @@ class CapturedDraft:
 
         Args:
             mask: as of `Frontier`; None for the tokens emitted last, too.
-            gap: positions behind the tokens emitted last; None for these.
+            gap: positions after the tokens emitted last; None for these.
         """
         new = torch.arange(count, device=self.numbers.device)
-        behind: Tensor | int = 0 if gap is None else self.count  # committed entries that this draft began with
+        after: Tensor | int = 0 if gap is None else self.count  # committed entries that this draft began with
         pending = 0 if gap is None else gap if mask is None else mask.shape[2] - count
         mask = None if mask is None else mask.expand(len(self.numbers), -1, -1)
         for place, cache in enumerate(caches):
             start, first = self._places[2 * place : 2 * place + 2]
             shape = Shape(self.shape.starts[place], count, self.shape.keys[place], pending, last=False)
-            lay_out(cache, shape, start, first + behind + pending, dtype, kinds, mask)
-        return (self._position + behind)[:, None] + (new if gap is None else torch.full_like(new, gap))
+            lay_out(cache, shape, start, first + after + pending, dtype, kinds, mask)
+        return (self._position + after)[:, None] + (new if gap is None else torch.full_like(new, gap))
 
     def tree(self) -> DraftTree:
         """Copy the trees, which the next replay overwrites."""

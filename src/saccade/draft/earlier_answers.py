@@ -28,7 +28,7 @@ class AnswerStore:
     def __init__(self, max_bytes: int, max_ngram: int, path: Path | None = None, vocab_size: int = 0) -> None:
         self.most = max_bytes // TOKEN_BYTES  # tokens
         self.tokens = 0  # that are kept
-        self.texts: dict[str, IndexedText] = {}  # answers of every key, one behind the other
+        self.texts: dict[str, IndexedText] = {}  # answers of every key, one after the other
         self._answers: deque[tuple[str, array[int]]] = deque()  # with their keys, oldest first
         self._max_ngram = max_ngram
         self._path: Path | None = None

@@ -18,7 +18,7 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.tree import DraftTree, Emitted, Rows
 
 CPU = torch.device("cpu")
-END = -1  # stands behind a finished text; no n-gram reaches across it
+END = -1  # stands after a finished text; no n-gram reaches across it
 Draft = Sequence[tuple[int, int]]  # nodes of a row's tree, root first: token, and index of the parent
 
 
@@ -135,7 +135,7 @@ class LookupSession(DraftSession):
         return []
 
     def _following(self, text: IndexedText, end: int, limit: int) -> Iterable[int]:
-        """The tokens behind a place of a row's text, the copy's own ones included."""
+        """The tokens after a place of a row's text, the copy's own ones included."""
         period = len(text) - end
         for distance in range(min(limit, self._drafter.gamma)):
             token = text[end + distance % period]

@@ -84,8 +84,8 @@ def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
     above_first, above_second = first.parents.expand(batch, -1), second.parents.expand(batch, -1)
     same = _same_prefix(first, second, above_first, above_second)  # [B, N2, N1]
     is_shared = same.any(2)
-    behind = torch.arange(first.size, first.size + second.size, device=device)
-    place = torch.where(is_shared, same.int().argmax(2), behind)  # of second's nodes in the concatenation
+    after = torch.arange(first.size, first.size + second.size, device=device)
+    place = torch.where(is_shared, same.int().argmax(2), after)  # of second's nodes in the concatenation
     tokens = torch.cat([first.tokens, second.tokens], 1)
     parents = torch.cat([above_first, place.gather(1, above_second)], 1)
     depths = first.depth.expand(batch, -1), second.depth.expand(batch, -1)

@@ -218,7 +218,7 @@ class ModelDraftSession(DraftSession):
     def _agrees(
         self, rows: Rows, new: Emitted, logits: Sequence[Tensor], capture: Capture, captured: CapturedDraft
     ) -> bool:
-        """Whether ordinary operations behind the roots' logits give a captured draft."""
+        """Whether ordinary operations after the roots' logits give a captured draft."""
         levels, drafter = list[tuple[int, int]](), self._drafter
 
         def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
@@ -302,12 +302,12 @@ class ModelDraftSession(DraftSession):
         Args:
             others: integers that are sent to the device with those of this step.
             every: return logits after every token rather than from the last on.
-            masks: tokens that run behind those of every row, and whose entries are dropped.
+            masks: tokens that run after those of every row, and whose entries are dropped.
 
         Shapes: returns ``[n, V]``.
         """
         roots = tuple(tokens[-1] for tokens in new)
-        behind = self.context.numbers_of(rows, [len(tokens) for tokens in new])
+        after = self.context.numbers_of(rows, [len(tokens) for tokens in new])
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
@@ -317,7 +317,7 @@ class ModelDraftSession(DraftSession):
         }
         rows_of = {count: [rows[place] for place in places] for count, places in groups.items()}
         needed = [each for own in rows_of.values() for each in self.context.numbers_of(own)]
-        self._numbers.send([*tokens_of.values(), *needed, roots, *behind, *others])
+        self._numbers.send([*tokens_of.values(), *needed, roots, *after, *others])
         blocks: list[TokenBlock] = []
         for count, own in rows_of.items():
             numbers = self._numbers.get(tokens_of[count])
@@ -356,13 +356,13 @@ class ModelDraftSession(DraftSession):
         return tree
 
     def _level(self, rows: Rows, frontier: Frontier, levels: list[tuple[int, int]]) -> Tensor:
-        """Run a frontier behind ``levels``, as of `_depth`, to which it is added; its logits ``[A, W, V]``."""
+        """Run a frontier after ``levels``, as of `_depth`, to which it is added; its logits ``[A, W, V]``."""
         levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
         depths = None if frontier.attention_mask is None else self._depth(tuple(levels))  # None: of a chain
         return self._shared(self.context.forward(rows, frontier.tokens, frontier.attention_mask, depths).logits)
 
     def _spliced(self, rows: Rows, parts: Sequence[Spliced]) -> Tensor:
-        """Run a frontier with what is forced behind its nodes; returns ``[A, W, V]`` behind that."""
+        """Run a frontier with what is forced after its nodes; returns ``[A, W, V]`` after that."""
         blocks = [
             self.context.block([rows[number] for number in part.numbers], part.tokens, part.attention_mask, part.depth)
             for part in parts

@@ -1,4 +1,4 @@
-"""PARD: a draft model predicts every token of a draft in one pass, behind mask tokens (An et al. 2025)."""
+"""PARD: a draft model predicts every token of a draft in one pass, after mask tokens (An et al. 2025)."""
 
 from __future__ import annotations
 

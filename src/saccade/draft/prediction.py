@@ -19,7 +19,7 @@ RATES, TRIALS = (0.6, 0.75, 0.9, 0.96), 20.0
 """Probability of a place's token, by the bits of the match's length, and how many trials it counts for."""
 SKIPS = (0.07, 0.5, 0.25, 0.12, 0.02, 0.02, 0.01, 0.01)
 """Probability that a first wrong token stands for none, one, two... of the prediction's."""
-MORE_SKIPS = (0.6, 0.25, 0.1, 0.05)  # the same of a wrong token behind a wrong one
+MORE_SKIPS = (0.6, 0.25, 0.1, 0.05)  # the same of a wrong token after a wrong one
 MISSING, SHORTER, MISSED = 0.05, 0.4, 6
 """Probability that a mismatch leaves out a token of the prediction, of every further one, and most of them."""
 LOST, JUMP = 0.1, 1e-4
@@ -42,13 +42,13 @@ class Prediction:
 
     The answer is followed as a copy with errors, by the forward algorithm of a hidden Markov model (Rabiner 1989) whose
     states are places of the prediction. At a place the next token is the prediction's, at a rate that the row's tokens
-    have shown so far, or a wrong one, behind which the copy goes on nearby; or the answer has left the prediction, to
+    have shown so far, or a wrong one, after which the copy goes on nearby; or the answer has left the prediction, to
     which it returns where its last tokens occur. A seed repeats its drafts: they depend on the answer's tokens alone.
 
     Args:
         ids: the expected answer, of which the first `MOST` are read.
         vocab_size: ids from here on are never drafted.
-        ends: ids that may end the answer, which are expected behind the prediction.
+        ends: ids that may end the answer, which are expected after the prediction.
     """
 
     def __init__(self, ids: Sequence[int], vocab_size: int, ends: Collection[int] = ()) -> None:
@@ -65,7 +65,7 @@ class Prediction:
         self._last: deque[int] = deque(maxlen=LONGEST)  # tokens of the answer
         self._chances: deque[float] = deque(maxlen=LONGEST)  # of each of them
 
-    def take(self, tokens: Iterable[int]) -> None:
+    def observe(self, tokens: Iterable[int]) -> None:
         """Follow the answer by its next tokens."""
         for token in tokens:
             self._take(token)
@@ -77,7 +77,7 @@ class Prediction:
         return best_first(places, self._following, most, limit, LEAST) if places else []
 
     def _following(self, places: list[_Place], depth: int) -> Iterator[tuple[int, float, list[_Place]]]:
-        """Tokens behind some places with their probabilities, and the places behind them."""
+        """Tokens after some places with their probabilities, and the places after them."""
         groups: defaultdict[int, list[_Place]] = defaultdict(list)
         for index, weight, length in places:
             weight *= self._rate(length)
@@ -86,10 +86,10 @@ class Prediction:
             elif index == len(self._ids):
                 for end in self._ends:
                     groups[end].append(_Place(index + 1, weight / len(self._ends), length + 1))
-        for token, behind in groups.items():
-            probability = sum(place.weight for place in behind)
+        for token, after in groups.items():
+            probability = sum(place.weight for place in after)
             if probability and token < self._vocab_size:
-                yield token, probability, [_Place(index, w / probability, length) for index, w, length in behind]
+                yield token, probability, [_Place(index, w / probability, length) for index, w, length in after]
 
     def _rate(self, length: int) -> float:
         bits = _bits(length)

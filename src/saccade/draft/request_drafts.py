@@ -61,8 +61,8 @@ def _longest(place: Place) -> list[int]:
     following = [*(word for word, _ in words[1:]), b""]
     return [
         token
-        for (word, token), behind in zip(words, following, strict=True)
-        if not word or word == behind or not behind.startswith(word)
+        for (word, token), after in zip(words, following, strict=True)
+        if not word or word == after or not after.startswith(word)
     ]
 
 
@@ -117,20 +117,20 @@ class HostTree:
     def add_drafted(
         self, base: int, tokens: Sequence[int], parents: Sequence[int], *, spliced: bool, drawn: bool
     ) -> list[int | None]:
-        """Add a drafter's tree, whose root is the node ``base``; return the node behind which its nodes' children are.
+        """Add a drafter's tree, whose root is the node ``base``; return the node after which its nodes' children are.
 
-        ``spliced``: behind what is forced after them, which the drafter left out. ``drawn``: every token is kept.
+        ``spliced``: after what is forced after them, which the drafter left out. ``drawn``: every token is kept.
         """
-        behind: list[int | None] = [base]
+        after: list[int | None] = [base]
         self.sources[base] = 0
         for number in range(1, len(tokens)):
-            node = self.add(behind[parents[number]], tokens[number], always=drawn)
+            node = self.add(after[parents[number]], tokens[number], always=drawn)
             if node is not None:
                 self.sources[node] = number
                 end = self.add_run(node)
                 node = end if spliced else node
-            behind.append(node)
-        return behind
+            after.append(node)
+        return after
 
     def is_forced(self, node: int) -> bool:
         """Whether a node's token is the only one that is allowed."""
@@ -153,7 +153,7 @@ class HostTree:
         return sum(self.sources[node] > 0 for node in path)
 
     def add_branches(self, starts: Sequence[tuple[int, float]]) -> None:
-        """Add the likeliest tokens where the grammar leaves few, best first, behind nodes of these probabilities.
+        """Add the likeliest tokens where the grammar leaves few, best first, after nodes of these probabilities.
 
         As many as raise the expected tokens of a pass over its time.
         """
@@ -220,7 +220,7 @@ class RequestDrafts:
             new = ids[self._read :]
             if new and not self._has_copied:
                 self._others, self._steps = LATELY * self._others + len(new) - 1, LATELY * self._steps + 1
-            self._prediction.take(new)
+            self._prediction.observe(new)
             self._read, self._has_copied = len(ids), False
             self._copies = self._prediction.draft(remaining)
 
@@ -269,7 +269,7 @@ def join(
     batch, device = proposed.tokens.shape[0], proposed.tokens.device
     columns = [column.expand(batch, -1) for column in (proposed.tokens, proposed.parents, proposed.valid)]
     tokens, parents, valid = torch.stack(columns).tolist()
-    trees, behind = [], []
+    trees, after = [], []
     for row, (drafts, root) in enumerate(zip(requests, roots, strict=True)):
         count = sum(valid[row]) if lengths is None else lengths[row] + 1
         tree, base = drafts.tree(root, facts.max_nodes, facts.max_depth)
@@ -281,10 +281,10 @@ def join(
             drawn=proposed.q is not None,
         )
         trees.append(tree)
-        behind.append(nodes)
+        after.append(nodes)
     whole = tree_on(trees, device)
     if proposed.q is not None:
-        whole.q = _drawn_from(trees, behind, proposed.q)
+        whole.q = _drawn_from(trees, after, proposed.q)
     return whole, trees
 
 
@@ -306,7 +306,7 @@ def alike(sizes: Sequence[int]) -> list[list[int]]:
     return [sorted(places) for places in groups]
 
 
-def _drawn_from(trees: Sequence[HostTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
+def _drawn_from(trees: Sequence[HostTree], after: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
     """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens.
 
     The drafter may not know these.
@@ -316,7 +316,7 @@ def _drawn_from(trees: Sequence[HostTree], behind: Sequence[Sequence[int | None]
         (token for tree in trees for node, (token, _) in enumerate(tree.nodes) if tree.is_forced(node)), default=0
     )
     joint = q.new_zeros(len(trees), size, max(tokens + 1, q.shape[2]))
-    for row, (tree, nodes) in enumerate(zip(trees, behind, strict=True)):
+    for row, (tree, nodes) in enumerate(zip(trees, after, strict=True)):
         for source, node in enumerate(nodes):
             if node is not None and source < q.shape[1]:
                 joint[row, node, : q.shape[2]] = q[row, source]
@@ -345,7 +345,7 @@ class GrammarGuide:
     def begin(self, slots: Rows) -> None:
         """Begin the trees of some slots of the drafter, each of which belongs to the row of its number."""
         self._slots = [slot % self._rows for slot in slots]
-        # Places after the frontier's nodes, and behind every node run.
+        # Places after the frontier's nodes, and after every node run.
         self._at: list[list[Place | None]] = [[self._starts.get(row)] for row in self._slots]
         self._ran: list[list[Place | None]] = [[] for _ in self._slots]
         self._paths: list[list[list[int]]] = [[] for _ in self._slots]  # columns of its path's tokens
@@ -353,7 +353,7 @@ class GrammarGuide:
         self._left = [MOST for _ in self._slots]
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return the logits ``[A, W, V]`` of the frontier's nodes with -inf for what is not allowed behind them."""
+        """Return the logits ``[A, W, V]`` of the frontier's nodes with -inf for what is not allowed after them."""
         flat = [place for places in self._at for place in places]
         width = len(flat) // len(self._at)
         wanted = [
@@ -367,7 +367,7 @@ class GrammarGuide:
         scores = chosen if len(wanted) == len(flat) else scores.index_copy(0, at, chosen)
         return scores.view(len(self._at), width, -1)
 
-    def take(self, frontier: Frontier) -> None:
+    def advance(self, frontier: Frontier) -> None:
         """Take in the next nodes of the trees."""
         tokens = self._tokens = frontier.tokens.tolist()
         seen = None if frontier.attention_mask is None else frontier.attention_mask.tolist()
@@ -421,7 +421,7 @@ class GrammarGuide:
         return Spliced(numbers, on_device(ids, device), mask, on_device(depths, device), on_device(last, device))
 
     def _run_of(self, number: int, place: int) -> list[int]:
-        """The tokens forced after a node, behind which it then is."""
+        """The tokens forced after a node, after which it then is."""
         at, run = self._at[number][place], list[int]()
         while at is not None and at.run:
             token = at.run[0]

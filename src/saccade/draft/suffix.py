@@ -152,8 +152,8 @@ def _guesses(matches: Sequence[_Match], depth: int) -> list[_Guess]:
     """The tokens that follow matches at a depth of their copies, ends of answers left out."""
     groups: defaultdict[int, list[_Match]] = defaultdict(list)
     for match in matches:
-        behind = len(match.text) - match.place
-        token = match.text[match.place + depth % behind]  # a copy goes on with itself
+        after = len(match.text) - match.place
+        token = match.text[match.place + depth % after]  # a copy goes on with itself
         groups[token].append(match)
     groups.pop(END, None)
     weight = sum(match.weight for match in matches)

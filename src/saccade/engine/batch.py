@@ -399,8 +399,8 @@ class Feed(Generic[Queued]):
         self.suspects = deque[Queued]()  # each is repeated alone, before any that waits
         self._starts, self._max_rows = starts, max_rows
         self._entries = dict[int, Queued]()  # entries by `id` of their running rows
-        self._stepped = dict[Row, None]()  # rows of the steps since the last `read`, in order
-        self._unstarted = list[Queued]()  # entries that could not start since the last `read`
+        self._stepped = dict[Row, None]()  # rows of the steps since the last `pop_changed`, in order
+        self._unstarted = list[Queued]()  # entries that could not start since the last `pop_changed`
 
     @property
     def running(self) -> list[Queued]:
@@ -449,13 +449,13 @@ class Feed(Generic[Queued]):
             self._start(self.waiting.popleft())
 
     def step(self) -> None:
-        """Start entries for which there is room, and run a step of the batch; `read` may be called while it runs."""
+        """Start entries for which there is room, and run a step of the batch; `pop_changed` may run beside it."""
         self.fill()
         if self._entries:
             rows = [row for row, _ in self.batch.step()]
             self._stepped |= dict.fromkeys(rows)
 
-    def read(self) -> list[Queued]:
+    def pop_changed(self) -> list[Queued]:
         """Return the entries that have new steps or have ended since the last call.
 
         An error that several rows share is the step's: their entries are repeated, each alone, and once.

@@ -138,7 +138,7 @@ class Drafts:
             gained += max(chance * rate - self.token, 0.0)
         return gained > self.level
 
-    def take(self, rates: Sequence[float]) -> None:
+    def add_level(self, rates: Sequence[float]) -> None:
         """Add a level whose tokens are accepted at these rates."""
         self.chances = list(map(mul, self.chances, rates))
         self.lengths = [n + (chance > self.token) for n, chance in zip(self.lengths, self.chances, strict=True)]
@@ -157,7 +157,7 @@ class Drafts:
             row.last.append(confidence)
             correction = (row.surplus + prior) / (row.count + ROW_TRIALS)
             rates.append(min(max(confidence + correction, 0.0), 1.0))
-        self.take(rates)
+        self.add_level(rates)
         if not any(self.lengths):  # a draft that was made is verified, its likeliest token at least
             self.lengths[self.chances.index(max(self.chances))] = 1
         return bool(self.rates) and self.pays(self.expected)
@@ -218,7 +218,7 @@ class Pacer:
         plain, lengths, speed = whole / (len(rows) + others), [0] * len(rows), 1.0
         gained = spread = 0.0
         while drafts.rates and drafts.pays(rates := drafts.expected):
-            drafts.take(rates)
+            drafts.add_level(rates)
             taken = [chance for chance in drafts.chances if chance > drafts.token]
             gained += sum(taken)
             spread += sum(taken) - sum(map(mul, taken, taken))

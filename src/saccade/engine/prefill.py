@@ -83,7 +83,7 @@ class PrefillChunk:
     prefill: Prefill  # of its prompt
     stop: int  # prompt tokens that are computed once it has run
     runs: bool = False  # whether it runs in this step; else its media or draft prompt ran ahead
-    has_tree: bool = False  # whether the row's first tree runs behind it
+    has_tree: bool = False  # whether the row's first tree runs after it
     block: TokenBlock | None = None  # its tokens; None where it runs in a pass of its own
 
     @property

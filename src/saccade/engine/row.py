@@ -361,7 +361,7 @@ class Row:
         self._ended = time.perf_counter()
 
     def _is_stopped(self) -> bool:
-        """Whether a stopping criterion ends the row behind its last token."""
+        """Whether a stopping criterion ends the row after its last token."""
         ids, scores = torch.tensor([self.ids], device=self._device), cast("Any", None)
         return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.plan.criteria)
 

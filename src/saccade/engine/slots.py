@@ -70,7 +70,7 @@ class Clock:
         """Add seconds measured elsewhere."""
         self._seconds[name] += seconds
 
-    def read(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Return seconds per stage, once the step's results are on the host."""
         for name, sign, start, stop in self.spans:
             if self._device.type == "cuda":

@@ -61,7 +61,7 @@ def _not_finite(values: Tensor) -> Tensor:
 class RowVerdict(NamedTuple):
     """A row's verdict on the host."""
 
-    token: int  # the target's own behind the path
+    token: int  # the target's own after the path
     path: list[int]  # accepted nodes, the root first
     tokens: list[int]  # of the path
     marks: list[int]  # of the path; empty where all are strict
@@ -211,7 +211,7 @@ class VerificationGroup:
 
 
 def tree_block(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
-    """Block of the trees of decoding rows; ``tree`` may hold further rows behind theirs."""
+    """Block of the trees of decoding rows; ``tree`` may hold further rows after theirs."""
     ours = tree.rows(0, len(slots))
     return context.block(slots, ours.tokens, None if tree.size == 1 else ours.ancestors, ours.depth)
 
@@ -481,7 +481,7 @@ class StepRunner:
         chunk.prefill.record(output)
         if chunk.has_tree:
             _, judge = self._state.judge(chunk.row.do_sample)
-            judge.read(slot, chunk.row.request.prompt, chunk.prefill.result)
+            judge.load(slot, chunk.row.request.prompt, chunk.prefill.result)
         else:
             self._context.cache.commit([slot], [range(chunk.block.count)])
 
@@ -514,7 +514,7 @@ class StepRunner:
                     continue
                 if (row.do_sample, row.request_drafts is not None) != (do_sample, has_request_drafts):
                     continue
-                self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
+                self._state.judge(do_sample)[1].load(row.slot, row.request.prompt, result)
                 if self._prompts.drafts is not None:
                     self._prompts.drafts.run_after(row, result)
                 if not row.done:
@@ -659,7 +659,7 @@ class StepRunner:
 
     def _count_seconds(self, prefilled: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
         """Add the stages' times to the rows that took part in them; rows of one step share them."""
-        seconds = self._clock.read()
+        seconds = self._clock.pop_seconds()
         forward, drafting = seconds.pop("verify", 0.0) + seconds.pop("prefill", 0.0), seconds.pop("draft", 0.0)
         counted = set[int]()
         for chunk in prefilled:

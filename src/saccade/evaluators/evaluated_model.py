@@ -1,4 +1,4 @@
-"""The model behind both plug-ins: reads tasks' settings, answers questions in one running batch, measures its speed."""
+"""The model after both plug-ins: reads tasks' settings, answers questions in one running batch, measures its speed."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class TaskAnswer:
 
 
 class EvaluatedModel:
-    """A target and a method behind an evaluator's interface."""
+    """A target and a method after an evaluator's interface."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class EvaluatedModel:
         spent = time.perf_counter() - started
         for question in running:
             self.speeds[question.task]["seconds"] += spent / len(running)
-        return [question for question in feed.read() if question.done]
+        return [question for question in feed.pop_changed() if question.done]
 
     def answer(self, question: TaskQuestion) -> TaskAnswer:
         """Answer to a question that has ended; raises its error unless failed questions are skipped."""
@@ -352,7 +352,7 @@ class EvaluatedModel:
         if room is not None and 0 < room - len(request.prompt) < options["max_new_tokens"]:
             self.log(
                 f"Task {question.task} asks for up to {options['max_new_tokens']} tokens, more than the model's "
-                f"context of {room} has room for behind some prompts; those answers end with the context."
+                f"context of {room} has room for after some prompts; those answers end with the context."
             )
             options["max_new_tokens"] = room - len(request.prompt)
         (planned,) = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)

@@ -149,7 +149,7 @@ class _NoScores:
 def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
     """Copy the committed entries of all rows into an empty cache of transformers, in the columns of a padded batch.
 
-    Entries of padding and of columns behind a row's end are zeros; `generate` has padding tokens' entries there, which
+    Entries of padding and of columns after a row's end are zeros; `generate` has padding tokens' entries there, which
     every mask ``[B, S]`` hides.
     """
 
@@ -181,7 +181,7 @@ class Sheet:
         self._pad = pad
         self._run_on = run_on
 
-    def take(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
+    def write(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
         """Add the tokens of one step."""
         for row, new in zip(self._rows, tokens, strict=True):
             row.extend(new)
@@ -205,7 +205,7 @@ class Sheet:
 
 
 class Recorder:
-    """A rule around an engine's that records scores and logits ``[n, 2, V]`` behind every emitted token, per row."""
+    """A rule around an engine's that records scores and logits ``[n, 2, V]`` after every emitted token, per row."""
 
     def __init__(self, engine: Engine, do_sample: bool, rows: int) -> None:
         self._rule = engine.rule(do_sample)
@@ -220,8 +220,8 @@ class Recorder:
         self._judge = self._rule.open(context)
         return self
 
-    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        self._judge.read(row, prompt, prefill)
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self._judge.load(row, prompt, prefill)
 
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
@@ -231,13 +231,13 @@ class Recorder:
         self._latest |= dict(zip(rows, along, strict=True))
         return verdict
 
-    def take(self, tokens: Sequence[Sequence[int]]) -> None:
+    def record(self, tokens: Sequence[Sequence[int]]) -> None:
         """Record the tokens of one step; row i is in slot i."""
         for row, new in enumerate(tokens):
             if new:
                 self._rows[row].append(self._latest[row][: len(new)])
 
     def columns(self, which: int, width: int) -> tuple[Tensor, ...]:
-        """Processed (0) or raw (1) logits ``[B, V]`` of ``width`` tokens, zeros behind a row's end."""
+        """Processed (0) or raw (1) logits ``[B, V]`` of ``width`` tokens, zeros after a row's end."""
         padded = pad_sequence([torch.cat(row)[:, which] for row in self._rows], batch_first=True)
         return tuple(padded[:, :width].unbind(1))

@@ -156,8 +156,8 @@ class Speculation:
         sheet = Sheet(batch, streamer, pad, rows.run_on)
         for step in run.steps:
             if recorder is not None:
-                recorder.take(step.tokens)
-            sheet.take(step.tokens, step.finished)
+                recorder.record(step.tokens)
+            sheet.write(step.tokens, step.finished)
         self.outputs = run.outputs
         if streamer is not None:
             streamer.end()

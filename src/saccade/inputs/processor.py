@@ -202,7 +202,7 @@ class InputProcessor:
         return prompt
 
     def generation_prompt(self, messages: Sequence[Message], options: MediaOptions) -> str:
-        """Text that the chat template writes behind the messages for the answer to begin with."""
+        """Text that the chat template writes after the messages for the answer to begin with."""
         if options.template_options.get("add_generation_prompt") is False:
             return ""
         messages, slots = normalise(messages)
@@ -216,7 +216,7 @@ class InputProcessor:
             begin += 1
         if begin < len(whole):
             return whole[begin:]
-        # a template that writes it in any case: what is behind the last message
+        # a template that writes it in any case: what is after the last message
         *before, last = messages
         mark = f"{last['role']} \ufdd0"
         content = [{"type": "text", "text": mark}] if isinstance(last.get("content"), list) else mark

@@ -329,7 +329,7 @@ def json_row_at(path: Path, offset: int) -> bytes:
 
 
 def _elements(file: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
-    """Offset and text of the elements of an array behind an offset in bytes."""
+    """Offset and text of the elements of an array after an offset in bytes."""
     file.seek(offset)
     scan, text, at = json.JSONDecoder().raw_decode, "", 0
     while True:

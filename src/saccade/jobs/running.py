@@ -235,7 +235,7 @@ class ReadAhead:
         self._waiting = deque[Future[Any]]()
         self._is_read = False
 
-    def take(self, wait: bool) -> Any:
+    def pop(self, wait: bool) -> Any:
         """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False."""
         while not self._is_read and len(self._waiting) < self._ahead:
             self._waiting.append(self._pool.submit(self._next))
@@ -243,7 +243,7 @@ class ReadAhead:
             return None
         result = self._waiting.popleft().result()
         self._is_read = self._is_read or result is None
-        return self.take(wait) if result is None else result
+        return self.pop(wait) if result is None else result
 
     @property
     def is_empty(self) -> bool:
@@ -299,11 +299,11 @@ class ItemWorker:
         feed, ahead = Feed(batch, _ItemEntry.starts, rows), ReadAhead(pending, self._prepare, threads, rows + threads)
         try:
             while not (feed.is_idle and ahead.is_empty):
-                while feed.has_room and (entry := ahead.take(wait=feed.is_idle)) is not None:
+                while feed.has_room and (entry := ahead.pop(wait=feed.is_idle)) is not None:
                     feed.add(entry)
                     feed.fill()
                 feed.step()
-                yield from (self._result(entry) for entry in feed.read() if entry.done)
+                yield from (self._result(entry) for entry in feed.pop_changed() if entry.done)
         finally:
             ahead.close()
             batch.close()

@@ -1,4 +1,4 @@
-"""The one composition behind every method: any drafter with any tree, rule and pruning; rare ones imported late."""
+"""The one composition after every method: any drafter with any tree, rule and pruning; rare ones imported late."""
 
 from __future__ import annotations
 

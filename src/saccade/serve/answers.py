@@ -71,7 +71,7 @@ class StopText:
         self._minimum = minimum
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
-        """Whether the content in the ids ``[1, S]`` behind the prompt contains a stop string."""
+        """Whether the content in the ids ``[1, S]`` after the prompt contains a stop string."""
         new = ids[0, self._read :].tolist()
         text = self._text.add([token for token in new if token not in self._hidden])
         if self._parser is not None:
@@ -301,7 +301,7 @@ class Form:
         return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **details})}' if details else "", used)
 
     def end(self, choices: Sequence[Choice], used: Json, details: Sequence[Json] = ()) -> bytes:
-        """The end of a stream, behind a chunk of the usage where it was requested; details are in earlier chunks."""
+        """The end of a stream, after a chunk of the usage where it was requested; details are in earlier chunks."""
         if not self._options.include_usage:
             return DONE
         end = json.dumps({"choices": [], "usage": used, **metrics(choices)})

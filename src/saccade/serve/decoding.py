@@ -34,7 +34,7 @@ class Penalties:
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Position behind a path of tokens, with the logits that followed it."""
+    """Position after a path of tokens, with the logits that followed it."""
 
     logits: Tensor | None = None
     children: dict[int, _Place] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class _Region(NamedTuple):
 class ThoughtBudget:
     """A `StatefulProcessor` that writes the closing mark of a thought once it has had a number of tokens.
 
-    Thoughts begin where `ReplyParser` finds them: first in an answer, or behind a call. The mark waits for a processor
+    Thoughts begin where `ReplyParser` finds them: first in an answer, or after a call. The mark waits for a processor
     before this one that does not allow it yet, as a grammar within a character.
     """
 

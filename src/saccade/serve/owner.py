@@ -313,7 +313,7 @@ class Owner:
 
     def _read(self, lane: Lane) -> None:
         """Make the events of a lane's unread steps."""
-        for job in lane.feed.read():
+        for job in lane.feed.pop_changed():
             if not job.rows:  # it could not start
                 self._end(job, Event(error=job.error))
             for row in job.rows:

@@ -1,4 +1,4 @@
-"""Replicas of the server on Ray Serve: a front, and behind it deployments of the whole application.
+"""Replicas of the server on Ray Serve: a front, and after it deployments of the whole application.
 
 Ray Serve keeps the number of replicas, replaces those that end or hang, and drains them when the application is
 updated. `AffinityRouter` decides in the front's process where a request goes, by the queue lengths of Ray Serve.

@@ -21,7 +21,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from saccade.serve.refusals import Json
 
 CLOSING = {"{": "}", "[": "]"}
-END, MASK = "\ufdd0", "\ufdd1"  # noncharacters: behind a text, and in place of marks in strings of calls
+END, MASK = "\ufdd0", "\ufdd1"  # noncharacters: after a text, and in place of marks in strings of calls
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _PLAIN = re.compile(r'(?:[^"\\]|\\["\\/bfnrt])*')  # of a string of JSON, whatever is before it
 
@@ -40,7 +40,7 @@ class CallText:
     """How calls are written around what the parser gives of them."""
 
     begin: str = ""  # in front, with NAME for that of the function
-    end: str = ""  # behind
+    end: str = ""  # after
     head: re.Pattern[str] | None = None  # up to the arguments, where these are JSON
 
 
@@ -92,7 +92,7 @@ class ReplyParser:
         if self._unread:
             self._pass_on(reply)
         if self.in_reasoning or finish == "length":
-            self._feed(END, reply)  # behind which a mark at the end of the text is seen as one
+            self._feed(END, reply)  # after which a mark at the end of the text is seen as one
         thinks, self._finish = self.in_reasoning, finish
         try:
             events = [] if self._failed else self._parser.finalize()[1]
@@ -254,7 +254,7 @@ class _Call:
         return self.given == len(self._arguments)
 
     def add(self, text: str) -> str:
-        """Append text, and return what is behind the bracket that ends it."""
+        """Append text, and return what is after the bracket that ends it."""
         if not self._quote or self._has_ended:
             self._text += text
             return ""

@@ -199,7 +199,7 @@ _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_ca
 
 
 def page(items: Sequence[Json], limit: int, after: str) -> Json:
-    """Return the items behind the one with an id, with what is said of a list's part."""
+    """Return the items after the one with an id, with what is said of a list's part."""
     begin = next((number for number, item in enumerate(items, 1) if item["id"] == after), 0)
     if after and not begin:
         raise invalid(f"after: the list has no {after[:100]!r}; leave it out, or give an id of the list.", "after")

@@ -391,7 +391,7 @@ EXPECTED = {
 }
 """Fields of several forms -> all of them."""
 _JSON_FORMS = ("str", "bool", "int", "float")
-"""Forms of a field in pydantic's places, behind the client's own keys and indices."""
+"""Forms of a field in pydantic's places, after the client's own keys and indices."""
 _FORMS = {"model_type": "an object", "dict_type": "an object"}  # kinds of pydantic's errors -> the form in JSON's words
 
 
@@ -410,12 +410,12 @@ def _check_together(body: Decoding) -> None:
         )
     if body.ignore_eos and body.structures:
         raise invalid(
-            "ignore_eos would go on behind the end of the JSON; leave it or response_format out.", "ignore_eos"
+            "ignore_eos would go on after the end of the JSON; leave it or response_format out.", "ignore_eos"
         )
     if isinstance(body, ChatRequest):
         check_conversation(body)
         if body.tools and body.ignore_eos:
-            raise invalid("ignore_eos would go on behind the calls; leave it or tools out.", "ignore_eos")
+            raise invalid("ignore_eos would go on after the calls; leave it or tools out.", "ignore_eos")
         if body.echo and not body.continue_final_message:
             raise invalid("echo repeats the message that is continued; it needs continue_final_message: true.", "echo")
         if body.top_logprobs and not body.logprobs:

@@ -112,12 +112,12 @@ def _properties(schema: Json) -> Iterator[tuple[str, Json, bool]]:
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
 
 
-def _json(before: str, behind: str = "") -> Callable[[Rules, Function], str]:
-    """Arguments as JSON, with what is in front of them (NAME: that of the function), and behind."""
+def _json(before: str, after: str = "") -> Callable[[Rules, Function], str]:
+    """Arguments as JSON, with what is in front of them (NAME: that of the function), and after."""
 
     def body(rules: Rules, function: Function) -> str:
         begin = rules.literal(before.replace("NAME", function.name))
-        return f"{begin} {rules.json(function.arguments)} {rules.literal(behind)}"
+        return f"{begin} {rules.json(function.arguments)} {rules.literal(after)}"
 
     return body
 
@@ -193,13 +193,13 @@ class Syntax:
     body: Callable[[Rules, Function], str]  # makes the grammar of a call between begin and end
     region: Json  # of calls in transformers' response template
     begin: str = ""  # in front of a call
-    end: str = ""  # behind it
+    end: str = ""  # after it
     separator: str = ""  # between two calls; empty: an answer has one call
     head: re.Pattern[str] | None = None  # of a call up to its arguments, where these are JSON
-    named: str = ""  # what follows `begin`, with NAME for that of the function, where `region` begins behind it
+    named: str = ""  # what follows `begin`, with NAME for that of the function, where `region` begins after it
 
     def calls(self, rules: Rules, functions: Sequence[Function], parallel: bool) -> tuple[str, str]:
-        """Grammar of one or more calls: the first one's begin, and all behind it."""
+        """Grammar of one or more calls: the first one's begin, and all after it."""
         bodies = " | ".join(self.body(rules, function) for function in functions)
         one = rules.rule(f"({bodies}) {rules.literal(self.end)}")
         begin = rules.literal(self.begin)
@@ -433,8 +433,8 @@ class ReplyFormat:
         regions: Json = {"content": {"content": "text", "content_args": {"strip": False}}}
         if self.thought is not None:
             begin, end = (re.escape(word.strip()) for word in self.thought)
-            behind = f"|(?<={re.escape(self.syntax.end.strip())})" if self.syntax.end else ""  # a call
-            reasoning = {"open_pattern": rf"(?:^{behind})(?:\s*{begin})+\s*", "close_pattern": rf"\s*{end}\s*"}
+            after = f"|(?<={re.escape(self.syntax.end.strip())})" if self.syntax.end else ""  # a call
+            reasoning = {"open_pattern": rf"(?:^{after})(?:\s*{begin})+\s*", "close_pattern": rf"\s*{end}\s*"}
             regions["reasoning_content"] = {**reasoning, "content": "text"}
         if policy.functions:
             regions["tool_calls"] = self.syntax.region
@@ -458,12 +458,12 @@ Its result comes in <tool_response>.
 """
 
 
-def _joined(message: Json, before: str = "", behind: str = "") -> Json:
-    """A message with a text in front of its own, and one behind it."""
+def _joined(message: Json, before: str = "", after: str = "") -> Json:
+    """A message with a text in front of its own, and one after it."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return {**message, "content": "\n".join(filter(None, (before, content, behind)))}
-    texts = [[{"type": "text", "text": text}] if text else [] for text in (f"{before}\n" * bool(before), behind)]
+        return {**message, "content": "\n".join(filter(None, (before, content, after)))}
+    texts = [[{"type": "text", "text": text}] if text else [] for text in (f"{before}\n" * bool(before), after)]
     return {**message, "content": [*texts[0], *content, *texts[1]]}
 
 
@@ -482,4 +482,4 @@ def _as_text(message: Json) -> Json:
         return {"role": "user", "content": [begin, *_parts(message), end]}
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
-    return _joined(rest, behind="\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls))
+    return _joined(rest, after="\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls))

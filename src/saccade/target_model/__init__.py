@@ -1,1 +1,1 @@
-"""The target model behind one adapter: prefill, tree verification, KV cache, features."""
+"""The target model after one adapter: prefill, tree verification, KV cache, features."""

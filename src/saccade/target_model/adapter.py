@@ -339,7 +339,7 @@ class Target:
             inputs["second_per_grids"] = inputs["video_second_per_grid"]
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
         positions, _ = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
-        # as `generate` goes on; the model's own delta is behind the last frame, which may come after the text's end
+        # as `generate` goes on; the model's own delta is after the last frame, which may come after the text's end
         offset = positions[:, 0, -1].max() + 1 - ids.shape[1]
         if offset != offset.round():
             raise InputError(
@@ -361,7 +361,7 @@ class Target:
     def forward(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements | None = None
     ) -> list[ForwardOutput]:
-        """Run new tokens of some rows behind their committed and pending entries, as one packed sequence.
+        """Run new tokens of some rows after their committed and pending entries, as one packed sequence.
 
         Models that cannot run such a sequence run one row after the other, as do those with a longrope embedding, whose
         factors follow from the longest row of a pass.
@@ -424,7 +424,7 @@ class Target:
         return ForwardOutput(output.logits[:, -1:], hidden)
 
     def _carried(self, output: Any, ids: Tensor, inputs: dict[str, Any]) -> Carried:
-        """What `generate` passes with the next token behind a prompt, besides what all models take."""
+        """What `generate` passes with the next token after a prompt, besides what all models take."""
         given = {name: value for name, value in inputs.items() if name not in _STOCK_INPUTS}
         later = self.model._update_model_kwargs_for_generation(output, dict(given), is_encoder_decoder=False)
         later.update(past_key_values=None, use_cache=True)

@@ -48,7 +48,7 @@ def are_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def is_exact(target: Any) -> bool:
-    """Whether a tree's path gives the bits that its tokens give one by one, behind a prompt in other chunks."""
+    """Whether a tree's path gives the bits that its tokens give one by one, after a prompt in other chunks."""
     ids = ordinary_ids(target.config, target.vocab_size, _PROMPT + _DEPTH * _WIDTH)
     prompt, nodes = ids[:_PROMPT], ids[_PROMPT:]
     path = [level * _WIDTH + level % _WIDTH for level in range(_DEPTH)]  # a root, and one of each level's tokens

@@ -266,7 +266,7 @@ class RowCache(Cache):
         return self.numbers
 
     def ends(self, rows: Sequence[int], new: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the first slot behind each row's committed entries, or behind ``new`` more of each."""
+        """Return the first slot after each row's committed entries, or after ``new`` more of each."""
         more = new or [0] * len(rows)
         return tuple(self.start(row) + self.lengths[row] + n for row, n in zip(rows, more, strict=True))
 
@@ -374,7 +374,7 @@ class RowCache(Cache):
 
     @torch.inference_mode()
     def _compact(self, last: _Segment) -> None:
-        """Close the gaps between segments, one of them behind all others."""
+        """Close the gaps between segments, one of them after all others."""
         at, moving = 0, [*(s for s in self._by_start() if s is not last), last]
         while moving and moving[0].start == at:
             at = moving.pop(0).stop
@@ -382,9 +382,9 @@ class RowCache(Cache):
             return
         for layer in (layer for tensor in self._tensors() for layer in tensor):  # one at a time, for little memory
             kept = torch.cat([self._part(layer, s.start, s.stop, 1) for s in moving], self._axis - 1)
-            behind = at + kept.shape[self._axis - 1] * self.block
-            self._part(layer, at, behind, 1).copy_(kept)
-            self._part(layer, behind, self.slots, 1).zero_()
+            after = at + kept.shape[self._axis - 1] * self.block
+            self._part(layer, at, after, 1).copy_(kept)
+            self._part(layer, after, self.slots, 1).zero_()
         for segment in moving:
             segment.start = at
             at = segment.stop

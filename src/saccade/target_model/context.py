@@ -157,12 +157,12 @@ class Context:
     def block(
         self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None = None, depth: Tensor | None = None
     ) -> TokenBlock:
-        """Build a block of tokens behind the rows' content."""
+        """Build a block of tokens after the rows' content."""
         deltas = [self._contents[row].rope_delta for row in rows]
         return TokenBlock(rows, tokens, attention_mask, depth, deltas, self._slot_shifts(rows))
 
     def run_ahead(self, ahead: Ahead) -> Tensor | None:
-        """As of `Executor`, behind the rows' entries."""
+        """As of `Executor`, after the rows' entries."""
         first = self.next_positions(ahead.rows)
         return None if first is None else self.target.run_ahead(self.cache, first, ahead)
 
@@ -205,13 +205,13 @@ class Context:
         table = []
         for row in rows:
             shifts, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
-            before, behind = [0] * (longest - length), [0] * (length - len(shifts))
-            table.append([*before, *shifts[:length], *behind])
+            before, after = [0] * (longest - length), [0] * (length - len(shifts))
+            table.append([*before, *shifts[:length], *after])
         return on_device(table, self.target.device)
 
 
 MediaSpan = tuple[int, int, str]
-"""First position, position behind the last, and digest of a prompt's image or video."""
+"""First position, position after the last, and digest of a prompt's image or video."""
 
 
 def retained_positions(start: int, stop: int, dropped: Sequence[int]) -> list[int]:

@@ -73,7 +73,7 @@ class Executor(Protocol):
         return
 
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
-        """Run new tokens behind their rows' entries; theirs are pending."""
+        """Run new tokens after their rows' entries; theirs are pending."""
 
     def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
         """Return the input ``[A, n, d]`` of a layer, and run no further."""
@@ -82,7 +82,7 @@ class Executor(Protocol):
         """Return the LM head's outputs ``[..., V]`` of states ``[..., d]`` after the final norm."""
 
     def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
-        """Return the logits ``[steps, A, V]`` behind tokens and the greedy ones behind them, whose entries are pending.
+        """Return the logits ``[steps, A, V]`` after tokens and the greedy ones after them, whose entries are pending.
 
         None where that takes a forward per token. Behind tokens that are not read, no entry is pending yet: the caller
         adds them. ``first``: position of the first token of every row.

@@ -383,7 +383,7 @@ class StepGraphs(Graphs):
         return logits
 
     def _chain_shape(self, ahead: Ahead, counts: Sequence[int]) -> Shape | None:
-        """What a graph of a chain behind so many tokens of every row would be fixed to; None where it gets none."""
+        """What a graph of a chain after so many tokens of every row would be fixed to; None where it gets none."""
         cache, target, most = self._cache, self._pool.target, max(counts)
         if most > QUERIES[-1] or ahead.vocab > len(target.embedding_weight):
             return None
@@ -398,10 +398,10 @@ class StepGraphs(Graphs):
             return None
         longest = 0
         for row, count in zip(ahead.rows, counts, strict=True):
-            behind = cache.lengths[row] + cache.pending[row] + max(each_row, count + ahead.steps - 1)
-            if behind > cache.capacity(row):
+            after = cache.lengths[row] + cache.pending[row] + max(each_row, count + ahead.steps - 1)
+            if after > cache.capacity(row):
                 return None
-            longest = max(longest, behind)
+            longest = max(longest, after)
         reach = target.traits.masks.reach
         if reach is not None and longest > reach:
             return None
@@ -511,12 +511,12 @@ class StepGraphs(Graphs):
                 if levels:
                     tokens = levels[-1][:, :vocab].max(-1, keepdim=True).indices
                     new = new[:1]
-                behind, mask = 0, None
+                after, mask = 0, None
                 if levels and shape.rows:  # a row's padding stays pending, before these tokens
-                    behind = size + len(levels) - 1
+                    after = size + len(levels) - 1
                     visible = pad(visible, (0, 1), value=True)
-                    each, mask = replace(one, pending=behind), visible[:, None]
-                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names, mask, behind)
+                    each, mask = replace(one, pending=after), visible[:, None]
+                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names, mask, after)
                 positions = (position[:, None] + new).clamp(max=bound - 1).flatten()[None]
                 indices = None if levels else last
                 logits, _ = pool.ordinary.compute(cache, tokens, positions, Requirements(), indices)
@@ -612,11 +612,11 @@ def lay_out(
     dtype: torch.dtype,
     kinds: Sequence[str] = (ALL,),
     mask: Tensor | None = None,
-    behind: int = 0,
+    after: int = 0,
 ) -> None:
-    """Lay out a captured forward in a cache; ``behind``: pending tokens before it in recurrent layers."""
+    """Lay out a captured forward in a cache; ``after``: pending tokens before it in recurrent layers."""
     if cache.states is not None:
-        cache.states.plan([(shape.rows, shape.queries, mask, 0, behind)], starts.device)
+        cache.states.plan([(shape.rows, shape.queries, mask, 0, after)], starts.device)
     new = torch.arange(shape.queries, device=starts.device)
     groups = _groups(shape, _mask(shape, starts, first, dtype, mask), cache.slots, kinds)
     cache.layout = Layout([], (first[:, None] + new).flatten(), cache.slots, groups)
@@ -646,9 +646,9 @@ def _mask(shape: Shape, starts: Tensor, first: Tensor, dtype: torch.dtype, mask:
         last = first[:, None] + new  # [A, n]
         return additive(keys <= last[..., None], dtype)[:, None]
     assert shape.pending is not None
-    behind = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
+    after = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
     known = mask.shape[2]
-    index = behind.clamp(0, known - 1)[:, None]
+    index = after.clamp(0, known - 1)[:, None]
     visible = mask.gather(2, index.expand(-1, shape.queries, -1))
-    uncommitted = visible & (behind < known)[:, None]
-    return additive((behind < 0)[:, None] | uncommitted, dtype)[:, None]
+    uncommitted = visible & (after < known)[:, None]
+    return additive((after < 0)[:, None] | uncommitted, dtype)[:, None]

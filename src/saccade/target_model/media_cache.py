@@ -28,7 +28,7 @@ class MediaFeatures:
     """Decoder inputs of one image or video."""
 
     embeddings: Tensor  # `[n, d]` for the ids from the medium's first placeholder to its last
-    # per first layers of the decoder `[n, d]` features added to the residual stream behind each (Qwen3-VL), zeros at
+    # per first layers of the decoder `[n, d]` features added to the residual stream after each (Qwen3-VL), zeros at
     # text tokens
     deepstack: tuple[Tensor, ...] = ()
 

@@ -368,12 +368,12 @@ def _joined(known: Sequence[Sequence[_Part]], rows: _Rows) -> tuple[Tensor, Tens
     parts, kept, at = list[_Part](), [], 0
     for place, own in enumerate(known):
         count, total = rows.counts[place], sum(len(part.x) for part in own)
-        mask, behind = np.zeros((total, total), np.uint8), 0
+        mask, after = np.zeros((total, total), np.uint8), 0
         for part in own:
             n = len(part.x)
-            shown = np.tri(n, behind + n, behind, np.uint8) if part.mask is None else part.mask.numpy()
-            mask[behind : behind + n, : behind + n] = shown
-            behind += n
+            shown = np.tri(n, after + n, after, np.uint8) if part.mask is None else part.mask.numpy()
+            mask[after : after + n, : after + n] = shown
+            after += n
         rows.past[place] -= total - count
         rows.counts[place], rows.masks[place] = total, mask
         parts += own

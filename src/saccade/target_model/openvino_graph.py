@@ -82,7 +82,7 @@ class GraphBuilder:
     def forward(self, layers: Sequence[int], final: str, deepstack: int) -> Any:
         """Compile packed tokens' embeddings ``x [T, d]`` -> ``logits [L, V]`` of the tokens ``wanted``, and states.
 
-        ``layers`` and ``final`` are as of `Requirements`; ``deepstack``: layers behind which features are added.
+        ``layers`` and ``final`` are as of `Requirements`; ``deepstack``: layers after which features are added.
         """
         self._inputs, op, lean = [], self._op, self._lean
         width, layers_of = lean.width, len(lean._layers)
@@ -107,7 +107,7 @@ class GraphBuilder:
         return self._compiled(outputs)
 
     def ahead(self, embeddings: Tensor, steps: int, vocab: int) -> Any:
-        """Compile the tokens ``ids [T]`` of A rows -> ``logits [steps, A, vocab]`` behind them and behind greedy ones.
+        """Compile the tokens ``ids [T]`` of A rows -> ``logits [steps, A, vocab]`` after them and after greedy ones.
 
         ``angles`` are of the ids and then of the tokens of each step, ``[T + (steps - 1) * A, 2 * D]``.
         """
@@ -117,8 +117,8 @@ class GraphBuilder:
         longest, axis = self._input("max_context_len", [], "i32"), _const(0, np.int64)
         table, count = self._constant(embeddings), op.shape_of(ids, "i32")
         one, zero, rows = _const([1], np.int32), _const([0], np.int32), op.shape_of(past, "i32")
-        behind = op.slice(begins, one, _const([2**31 - 1], np.int32), one)
-        new = op.subtract(behind, op.slice(begins, zero, _const([-1], np.int32), one))
+        after = op.slice(begins, one, _const([2**31 - 1], np.int32), one)
+        new = op.subtract(after, op.slice(begins, zero, _const([-1], np.int32), one))
         logits, stop = list[Any](), zero
         for step in range(steps):
             start, stop = stop, op.add(stop, count if step == 0 else rows)
@@ -128,7 +128,7 @@ class GraphBuilder:
             for index in range(len(lean._layers)):
                 x = self._layer(index, x, angles, [past, begins, *blocks, longest], ())
             if step == 0:
-                x = op.gather(x, op.subtract(behind, one), axis)
+                x = op.gather(x, op.subtract(after, one), axis)
             outputs = self._product(self._norm(x, lean._norm), lean.logits, slice(vocab))
             logits.append(op.unsqueeze(outputs, axis))
             best = op.topk(outputs, _const(1, np.int64), -1, "max", "none", index_element_type="i32").output(1)

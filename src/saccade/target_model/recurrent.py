@@ -8,7 +8,7 @@ root, the values u that nodes write are, for the delta rule,
 
 which is unit lower triangular in any topological order, so that all branches need one triangular solve; for Mamba-2
 they are v itself. Outputs are ``exp(c_i) S^T q_i + sum_j exp(c_i - c_j) (q_i . k_j) u_j`` over ancestors and the node,
-and the state behind an accepted path is ``exp(c) S + sum_j exp(c - c_j) k_j u_j^T``, without a forward.
+and the state after an accepted path is ``exp(c) S + sum_j exp(c - c_j) k_j u_j^T``, without a forward.
 
 transformers' modules stay as they are: the functions for convolution and scan that they look up in their own module are
 wrapped once, and the wrappers act while a `RecurrentLayer` is updated.
@@ -45,7 +45,7 @@ class Paths:
     """New tokens of some rows in the packed sequence, and the uncommitted tokens that each of them follows.
 
     Args:
-        mask: ``[A or 1, n, T]`` bool of the n tokens behind the chain: ancestors among T tokens and themselves; the
+        mask: ``[A or 1, n, T]`` bool of the n tokens after the chain: ancestors among T tokens and themselves; the
             first T - n are those of ``earlier`` forwards.
         chain: leading tokens of each row that follow each other and are committed for certain.
         places: where the rows' states are among those of all rows.
@@ -105,14 +105,14 @@ class PendingTokens:
     inputs: Tensor  # `[A, width + T, C]` of the convolution; the first ones are committed, or of the chain
     windows: Tensor  # `[A, T, width]`, see `Paths.windows`
     before: PendingTokens | None  # tokens of earlier forwards; None once their tensors are taken over
-    state: Tensor | None = None  # `[A, H, d_k, d_v]` behind the chain; None where that is the committed one
+    state: Tensor | None = None  # `[A, H, d_k, d_v]` after the chain; None where that is the committed one
     keys: Tensor = EMPTY  # `[A, H, T, d_k]`
     values: Tensor = EMPTY  # `[A, H, T, d_v]` written values u
     decay: Tensor = EMPTY  # `[A, H, T]` logarithms, summed along the path
     gates: Tensor = EMPTY  # `[A, H, T]` logarithms of each token
 
     def scan(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Outputs ``[A, H, n, d_v]`` of new tokens behind a state, and what they write.
+        """Outputs ``[A, H, n, d_v]`` of new tokens after a state, and what they write.
 
         Shapes: state as of the class; q, k ``[A, H, n, d_k]``; v ``[A, H, n, d_v]``; g, beta ``[A, H, n]``.
         """
@@ -207,7 +207,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         Shapes: of the tensors, q, k ``[1, T, H, d_k]``; v ``[1, T, H, d_v]``; g, beta ``[1, T, H]``, all float32.
 
         Args:
-            run: output and last state of a range of the packed sequence behind a state, by the module's own scan.
+            run: output and last state of a range of the packed sequence after a state, by the module's own scan.
         """
         _, k, v, _, _ = tensors
         if self.state is None:
@@ -250,8 +250,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
                 self.state[rows] = part.state[places]
             return
         last = path.gather(1, (counts - 1).clamp(min=0)[:, None])  # [a, 1]
-        behind = torch.cat([part.windows[places[:, None], last, 1:][:, 0], last + width], 1)
-        chosen = torch.where(counts[:, None] > 0, behind, torch.arange(width, device=path.device))
+        after = torch.cat([part.windows[places[:, None], last, 1:][:, 0], last + width], 1)
+        chosen = torch.where(counts[:, None] > 0, after, torch.arange(width, device=path.device))
         self.inputs[rows] = part.inputs[places[:, None], chosen]
         if self.state is None:
             return
@@ -268,7 +268,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
 
 def _convolved(inputs: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Convolution ``[A * n, C]`` of the last n inputs ``[A, width + T, C]``, each behind a window ``[A, n, width]``."""
+    """Convolution ``[A * n, C]`` of the last n inputs ``[A, width + T, C]``, each after a window ``[A, n, width]``."""
     rows, count, width = windows.shape
     length = inputs.shape[1]
     own = torch.arange(length - count, length, device=inputs.device)
@@ -354,7 +354,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Commit chosen pending tokens of some rows behind ``lengths`` others, in order, and drop their others."""
+        """Commit chosen pending tokens of some rows after ``lengths`` others, in order, and drop their others."""
         ways = {row: way for row, way in zip(rows, chosen, strict=True) if way}
         for paths in {id(p.paths): p.paths for layer in self.layers[:1] for p in layer.pending}.values():
             mine = [row for row in paths.rows if row in ways and row in paths.live]
@@ -396,7 +396,7 @@ class RecurrentStates:
             layer.pending = [part for part in layer.pending if part.paths.live]
 
     def _save(self, row: int, length: int, paths: Paths) -> None:
-        """Retain the states behind a row's chain."""
+        """Retain the states after a row's chain."""
         states: list[Tensor] = []
         for layer in self.layers:
             part = layer.part(paths)
@@ -407,18 +407,18 @@ class RecurrentStates:
         self._saved[row] = [*saved, (length, states)][-CHECKPOINTS:]
 
     def resumable(self, row: int, length: int, current: int) -> int:
-        """The most of ``length`` leading tokens of a row (of ``current``) behind which its states are known."""
+        """The most of ``length`` leading tokens of a row (of ``current``) after which its states are known."""
         if length >= current and not self.decoded_differ:
             return length
         return max((at for at, _ in self._saved[row] if at <= length), default=0)
 
     @torch.inference_mode()
     def restore(self, row: int, length: int) -> None:
-        """Return a row to the states behind ``length`` tokens."""
+        """Return a row to the states after ``length`` tokens."""
         saved = next((tensors for at, tensors in self._saved[row] if at == length), None)
         self._saved[row] = [entry for entry in self._saved[row] if entry[0] <= length]
         if saved is None and length:
-            raise ModelError(f"The states behind {length} tokens are not known, which is a bug worth reporting.")
+            raise ModelError(f"The states after {length} tokens are not known, which is a bug worth reporting.")
         for number, tensor in enumerate(self._tensors()):
             tensor[row] = 0 if saved is None else saved[number]
         self.drop([row])

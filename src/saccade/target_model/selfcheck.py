@@ -65,7 +65,7 @@ def self_check(target: Target) -> None:
 
 
 def _compare(target: Target, length: int, start: int) -> None:
-    """Compare behind a prompt of ``length`` tokens, with all new tokens around position ``start``."""
+    """Compare after a prompt of ``length`` tokens, with all new tokens around position ``start``."""
     ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
     parts = ids[:length], ids[length:-1], ids[-1], max(start - length - 1, 0)
     deltas = [(m, "rope_deltas", None) for m in target.model.modules() if hasattr(m, "rope_deltas")]

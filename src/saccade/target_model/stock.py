@@ -202,7 +202,7 @@ def captured_states(
 
     Index i is the stream *entering* decoder layer i: 0 is the embeddings with the visual features in place, and
     features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is the stream after
-    the last layer, behind (``post``) or before (``pre``) the final norm.
+    the last layer, after (``post``) or before (``pre``) the final norm.
     """
     count = len(target.layers)
     hidden: dict[int, Tensor] = {}

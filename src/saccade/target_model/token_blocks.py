@@ -32,7 +32,7 @@ class TokenBlock:
     rope_deltas: Sequence[int] = ()  # per row the offset from its length to its next text position (M-RoPE)
     slot_shifts: Tensor | None = None  # gaps between a row's committed entries, see `MaskPlan.build`
     embeddings: Tensor | None = None  # `[A, n, d]` decoder inputs that replace the tokens' embeddings
-    deepstack: Sequence[Tensor] = ()  # features added to the residual stream behind the first layers (Qwen3-VL)
+    deepstack: Sequence[Tensor] = ()  # features added to the residual stream after the first layers (Qwen3-VL)
     # `[3 or 1, A, n]` position ids that replace those derived from lengths, deltas and depth
     positions: Tensor | None = None
     logits_from: int = 0  # first of the n tokens whose logits are computed; n for none
@@ -183,7 +183,7 @@ class ModelLimits:
         threshold = self.longrope_threshold
         if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
             raise InputError(
-                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"This model's rotary embedding (longrope) changes after {threshold} tokens, for all of a pass at "
                 f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
                 "max_new_tokens, or run only longer prompts together."
             )
@@ -507,7 +507,7 @@ def _is_group(spans: Sequence[Span], total: int) -> bool:
 
 
 def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) -> Tensor | None:
-    """Mask ``[A, 1, n, K]`` over the longest row's slots; those behind the others' are masked."""
+    """Mask ``[A, 1, n, K]`` over the longest row's slots; those after the others' are masked."""
     masks = [span.mask(kind) for span in spans]
     is_even = all(span.visible == visible for span in spans)
     if is_even and all(mask is masks[0] for mask in masks):

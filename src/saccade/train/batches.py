@@ -89,7 +89,7 @@ class Prefetch:
         """Start to prepare `work`, which must be taken in this order."""
         self._work, self._pool = work, ThreadPoolExecutor(1, "saccade-prefetch")
 
-    def take(self, work: Work) -> Any:
+    def pop(self, work: Work) -> Any:
         if self._pool is None:
             return self._prepare(*work)
         self._fill(self._pool)

@@ -165,8 +165,7 @@ class Trainer:
             number, stage, within = tried, self.recipe.stages[tried - 1], 0
         self._optimiser.train_only(self.learner.weights(number))
         tallies = [
-            self._backward(indices, self._batches.take((step, indices)), stage, step)
-            for _, indices in self._share(step)
+            self._backward(indices, self._batches.pop((step, indices)), stage, step) for _, indices in self._share(step)
         ]
         if self.target.shards is not None:
             self.target.shards.attend()  # layers that other processes still need

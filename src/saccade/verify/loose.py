@@ -168,7 +168,7 @@ class LVSpecJudge:
         self._visual: list[tuple[list[int], Tensor] | None] = [None] * context.rows
         self._gathered: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
-    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Store the states of newly prefilled visual tokens; those of the reused prefix remain, all others go."""
         start, states = prefill.start, prefill.hidden[self._layer]
         mask = self._family.visual_mask(prompt.ids)

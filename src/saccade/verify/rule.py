@@ -36,10 +36,10 @@ class Verdict:
     host: Sequence[tuple[list[int], int]] | None = field(default=None, init=False)
 
     def emitted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[B, D + 1]`` behind the roots of trees, of nodes ``[B, N]``; the first ``[B]`` of each count."""
+        """Tokens ``[B, D + 1]`` after the roots of trees, of nodes ``[B, N]``; the first ``[B]`` of each count."""
         path = tokens.gather(1, self.path)
-        behind = torch.cat([path[:, 1:], path[:, :1]], 1)
-        return behind.scatter(1, self.count[:, None], self.token[:, None]), self.count + 1
+        after = torch.cat([path[:, 1:], path[:, :1]], 1)
+        return after.scatter(1, self.count[:, None], self.token[:, None]), self.count + 1
 
     @classmethod
     def on_host(cls, decided: Sequence[tuple[list[int], int]], max_depth: int) -> Verdict:
@@ -71,7 +71,7 @@ class Verdict:
 class Judge(Protocol):
     """A rule's state for the rows of one session."""
 
-    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Take in a row's prompt after the target's prefill, with the hidden states that the rule requested."""
 
     def judge(
@@ -115,7 +115,7 @@ class StatelessRule:
     def open(self, context: Context) -> Self:
         return self
 
-    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """No state depends on the prompt."""
 
 
@@ -158,7 +158,7 @@ def _on_host(tree: DraftTree) -> tuple[Iterable[list[int]], ...]:
 
 
 def _accepted(tokens: list[int], parents: list[int], valid: list[bool], choice: list[int]) -> tuple[list[int], int]:
-    """The longest path of a row's tree on which each node is what the target chose behind its parent, and its token."""
+    """The longest path of a row's tree on which each node is what the target chose after its parent, and its token."""
     depth, last = [0, *[-1] * (len(tokens) - 1)], 0  # -1: not accepted
     for node in range(1, len(tokens)):
         parent = parents[node]
@@ -335,7 +335,7 @@ class Uniforms:
         self._drafting = values[:, own:]
         self._used = 0
 
-    def take(self, count: int) -> Tensor:
+    def pop(self, count: int) -> Tensor:
         """Return the next ``[B, count]`` numbers for the proposer."""
         start, self._used = self._used, self._used + count
         drawn = self._drafting.shape[1]
@@ -454,7 +454,7 @@ class Processing:
 
         Processors that depend on the prefix run once per row and depth, where all prefixes have one length; the
         tree's form is then read on the host. They get only prefixes that plain decoding can reach, as they may
-        have no answer to others (a constraint that nothing can continue). Nodes behind a forbidden token, behind one
+        have no answer to others (a constraint that nothing can continue). Nodes after a forbidden token, after one
         that ends the row, or beyond the row's room keep their logits: no lossless rule reaches them.
         """
         if not [row for row in self._rows if row.processors]:

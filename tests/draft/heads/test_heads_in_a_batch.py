@@ -85,7 +85,7 @@ def differs(under: Any) -> bool:
 
 
 def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted mistake: a step's states go to the row behind their own."""
+    """The planted mistake: a step's states go to the row after their own."""
     right = HeadDraftSession.observe
 
     def turned(self: Any, rows: Any, *given: Any) -> None:

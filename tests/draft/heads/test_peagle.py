@@ -46,7 +46,7 @@ def check_levels(case: str, folder: Path, policy: str = "dynamic", rows: int = 2
             levels = {len(path): logits for path, logits in step.nodes(row)}
             assert len(levels) == max(levels) + 1
             positions = torch.arange(len(text.ids) - 1 + max(levels))
-            expected = plain.logits(plain.behind(text, [nothing] * max(levels), positions)[len(text.ids) - 2 :])
+            expected = plain.logits(plain.after(text, [nothing] * max(levels), positions)[len(text.ids) - 2 :])
             for depth, logits in levels.items():
                 torch.testing.assert_close(logits, expected[depth], atol=1e-3, rtol=1e-3)
 

@@ -32,7 +32,7 @@ from saccade.verify.rule import Uniforms
 
 @torch.no_grad()
 def check_drafts(case: str, folder: Path) -> None:
-    """Answers are the target's; drafts are the formulas', of a whole prompt, and of a guess behind it."""
+    """Answers are the target's; drafts are the formulas', of a whole prompt, and of a guess after it."""
     released = CASES[case]
     name, family, prompt_kind = released.name, FAMILIES[released.name], kind_of_prompt(released.name)
     head, plain = load_head(folder, target(name)), released.plain(folder, name)
@@ -48,11 +48,11 @@ def check_drafts(case: str, folder: Path) -> None:
             positions = positions_of(name, inputs, count) if released.mrope else torch.arange(count)
             if released.mrope:
                 assert (positions != torch.arange(count)).any(), "the picture must change positions"
-            out = plain.behind(text, [], positions[..., :-1])[-1]
+            out = plain.after(text, [], positions[..., :-1])[-1]
             torch.testing.assert_close(nodes[()], plain.logits(out), atol=1e-3, rtol=1e-3)
             (token,) = path = next(path for path in nodes if len(path) == 1)
-            behind = plain.behind(text, [(embed(torch.tensor(token)), out)], positions)[-1]
-            torch.testing.assert_close(nodes[path], plain.logits(behind), atol=1e-3, rtol=1e-3)
+            after = plain.after(text, [(embed(torch.tensor(token)), out)], positions)[-1]
+            torch.testing.assert_close(nodes[path], plain.logits(after), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -27,7 +27,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def by_hand(folder: Path, text: Text, length: int, path: tuple[int, ...]) -> Tensor:
-    """Logits ``[V]`` behind the first ``length`` tokens and a path of guesses, by the released formulas."""
+    """Logits ``[V]`` after the first ``length`` tokens and a path of guesses, by the released formulas."""
     values, weights = json.loads((folder / "config.json").read_text()), weights_of(folder)
     model, depth = target("llava").model, len(path)
     layer = len(text.streams) - 1 - values.get("hidden_state_offset", 0)

@@ -37,7 +37,7 @@ class View:
     def open(self, target: Context) -> None:
         """Start a session; a view that needs the target's attention requests it here."""
 
-    def read(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt) -> Prompt:
         """Return the draft model's form of the prompt."""
         return prompt
 
@@ -59,7 +59,7 @@ class TextOnly(View):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self._family, self._tokenizer = family_of(config), tokenizer
 
-    def read(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt) -> Prompt:
         return self._family.without_media(self._tokenizer, prompt) if prompt.media else prompt
 
 
@@ -181,7 +181,7 @@ class EnsembleSession(DraftSession):
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
         before = sum(view.seconds for view in views)
-        prompts = [view.read(prompt) for view in views]
+        prompts = [view.rewrite(prompt) for view in views]
         captioning = sum(view.seconds for view in views) - before
         is_text = not any(p.media for p in prompts)
         self._has_one_view[row] = len(prompts) > 1 and is_text and len({p.ids for p in prompts}) == 1

@@ -91,7 +91,7 @@ class Caption(View):
         self._captioner, self._device = captioner, device
         self.captions: dict[str, str] = {}  # by the digest of the image or video
 
-    def read(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
         spans = iter(self._family.spans_with_wrappers(self._tokenizer, prompt))
@@ -244,7 +244,7 @@ class _FewerTokens(View):
     def __init__(self, config: Any) -> None:
         self._config = config
 
-    def read(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt) -> Prompt:
         dropped: set[int] = set()
         media = []
         for places, medium in zip(places_of(family_of(self._config), prompt), prompt.media, strict=True):
@@ -291,7 +291,7 @@ class PooledFeatures(_FewerTokens):
     """P for families whose towers take squares of one size: features averaged 2x2 just before the projector.
 
     A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
-    itself averages (Gemma 3), this is a second average behind its own.
+    itself averages (Gemma 3), this is a second average after its own.
     """
 
     def __init__(self, model: Target, point: PoolPoint) -> None:

@@ -286,7 +286,7 @@ class History:
             self._added[row] += more
 
     def _places(self, rows: Rows, values: Tensor, new: Sequence[int], window: int) -> Tensor:
-        """``[A, T, S]`` places of the positions in the ring; those beyond the window go behind it."""
+        """``[A, T, S]`` places of the positions in the ring; those beyond the window go after it."""
         places = []
         for row, more in zip(rows, new, strict=True):
             added, stays = self._added[row], range(max(more - window, 0), more)

@@ -37,12 +37,12 @@ class DFlashBlock(nn.Module):
     def forward(
         self, x: Tensor, at: Placement, features: Tensor | None = None, over: Placement | None = None
     ) -> Tensor:
-        """The residual stream ``[B, N, d]`` of blocks, behind the entries of ``features`` ``[B, M, d]`` if given."""
+        """The residual stream ``[B, N, d]`` of blocks, after the entries of ``features`` ``[B, M, d]`` if given."""
         x = x + self.attend(self.input_layernorm(x), at, features, over)
         return x + self.mlp(self.post_attention_layernorm(x), at.cache)
 
     def attend(self, normed: Tensor, at: Placement, features: Tensor | None, over: Placement | None) -> Tensor:
-        """The attention's output ``[B, N, d]``, of the same arguments behind the first norm."""
+        """The attention's output ``[B, N, d]``, of the same arguments after the first norm."""
         entries = normed if features is None else torch.cat([features, normed], 1)
         return self.self_attn(normed, at, self.place, entries, at if over is None else over)
 
@@ -53,7 +53,7 @@ class DFlash(Head):
     A linear layer and a norm mix states of several layers of the target to one feature per token. Keys and values of
     each draft layer are projections of these features, and of the block: the last emitted token followed by mask
     tokens, which see the context and each other in both directions. Slot i of a block predicts the token i places after
-    the last emitted one, and with ``from_anchor`` the one behind that. Nothing of a block stays.
+    the last emitted one, and with ``from_anchor`` the one after that. Nothing of a block stays.
 
     The entry of a token, in the terms of `Head`, holds the feature of the token before, at that token's position.
     """
@@ -70,7 +70,7 @@ class DFlash(Head):
         "from_anchor": (False, True),
         "window": 0,  # positions up to which layers ``windowed`` attend back; 0 without such
         "windowed": [],
-        "ahead": (False, True),  # whether these see the tokens of the block behind them
+        "ahead": (False, True),  # whether these see the tokens of the block after them
         "embedding_scale": 0.0,  # factor of the target's embedding table; 0 for embeddings as its decoder gets them
     }
     loaded_only: ClassVar[tuple[str, ...]] = (
@@ -95,7 +95,7 @@ class DFlash(Head):
         self.norm = RMSNorm(width, eps)
         self.blocks, self.positions = options["blocks"], options["positions"]
         self.hides_visual = options["text_only"]
-        self.first = 0 if options["from_anchor"] else 1  # slot that predicts the token behind the last emitted one
+        self.first = 0 if options["from_anchor"] else 1  # slot that predicts the token after the last emitted one
         self.reach = options["block"] - self.first
         self.has_lm_head = bool(options["own_vocabulary"])
         if self.has_lm_head:
@@ -142,7 +142,7 @@ class DFlash(Head):
     def forward(
         self, features: Tensor | None, embeddings: Tensor, at: Placement, _: Step = 0, over: Placement | None = None
     ) -> Tensor:
-        """Return the states ``[B, N, d]`` of a block's tokens behind the last norm.
+        """Return the states ``[B, N, d]`` of a block's tokens after the last norm.
 
         Shapes: features ``[B, M, d]`` of a context that is not in the cache, at the places ``over`` together with the
         block; embeddings ``[B, N, d]`` of the last emitted token and the mask tokens.
@@ -162,7 +162,7 @@ class DFlash(Head):
         return logits
 
     def corrected(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logits ``[A, W, V]`` of a slot behind the tokens ``before`` ``[A, W]``; here any give the same.
+        """Return the logits ``[A, W, V]`` of a slot after the tokens ``before`` ``[A, W]``; here any give the same.
 
         Shapes: logits ``[A, 1, V]``; hidden ``[A, 1, d]``.
         """

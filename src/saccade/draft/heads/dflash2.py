@@ -75,7 +75,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """Scores ``[A, W, K]`` of candidates ``[A, K]`` behind tokens ``[A, W]``, of a slot's state ``[A, 1, d]``."""
+        """Scores ``[A, W, K]`` of candidates ``[A, K]`` after tokens ``[A, W]``, of a slot's state ``[A, 1, d]``."""
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         scores: Tensor = context @ self.successor_codebook[candidates].mT
         return scores
@@ -121,7 +121,7 @@ class DFlash2(DFlash):
         return DFlash2Block(self.config, place)
 
     def corrected(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logits ``[A, W, V]`` of a slot behind the tokens ``before`` ``[A, W]``; -inf but for candidates.
+        """Return the logits ``[A, W, V]`` of a slot after the tokens ``before`` ``[A, W]``; -inf but for candidates.
 
         Shapes: logits ``[A, 1, V]``; hidden ``[A, 1, d]``.
         """

@@ -38,7 +38,7 @@ class Dream(Head):
         "initial": (True, False),  # a block before the cross-attention (Table 2)
         "cross": (1, 0, 2),  # cross-attention blocks (Table 2)
         "final": (True, False),  # a block after them (Table 2)
-        # Released: no norms ahead of the first attention and of the features, a norm behind the last block, and an
+        # Released: no norms ahead of the first attention and of the features, a norm after the last block, and an
         # entry of the first token, which attends to all features of the prompt alike.
         "form": ("own", "released"),
     }

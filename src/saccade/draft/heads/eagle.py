@@ -59,7 +59,7 @@ class Eagle2(Head):
         return mixed
 
     def _normed(self, features: Tensor, embeddings: Tensor) -> Tensor:
-        """Embeddings and features ``[B, N, 2 * d]``, or embeddings ``[B, N, d]`` alone, each behind its norm."""
+        """Embeddings and features ``[B, N, 2 * d]``, or embeddings ``[B, N, d]`` alone, each after its norm."""
         words: Tensor = self.embedding_norm(embeddings)
         return words if self._is_blind else torch.cat([words, self.feature_norm(features)], -1)
 
@@ -69,7 +69,7 @@ class Eagle3(Head):
 
     A linear layer mixes the three states of the target to one feature of size d. The head's output replaces that
     feature while drafting, without a norm; logits are computed from it by a norm of the head's own and the shared LM
-    head. As released, the block's attention reads embedding and feature side by side, each behind a norm
+    head. As released, the block's attention reads embedding and feature side by side, each after a norm
     of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
     """
 
@@ -77,7 +77,7 @@ class Eagle3(Head):
     defaults: ClassVar[Mapping[str, Any]] = {
         # 0 for the target's LM head; N for its own over N of the target's tokens (`saccade.train.warm_start`).
         "own_vocabulary": 0,
-        "residual": ("raw", "normed"),  # stream: the feature, or that behind its norm (``norm_before_residual``)
+        "residual": ("raw", "normed"),  # stream: the feature, or that after its norm (``norm_before_residual``)
         "state_norms": ("none", "each", "joint"),  # of the three states ahead of the layer that mixes them
         "feeds": ("raw", "normed"),  # takes the feature's place: the block's output, or normed (``norm_output``)
         "positions": ("entries", "target"),  # of entries: their number, or the target's M-RoPE positions

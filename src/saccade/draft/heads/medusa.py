@@ -175,7 +175,7 @@ class AheadDraftSession(HeadDraftSession):
         return self._stack(paths_to(frontier, torch.cat(self._ran, 1)))
 
     def _stack(self, paths: Tensor) -> Tensor:
-        """Return outputs ``[A, W or 1, d]`` behind the last of the tokens ``[A, W, t + 1]``, root first."""
+        """Return outputs ``[A, W or 1, d]`` after the last of the tokens ``[A, W, t + 1]``, root first."""
         _, width, count = paths.shape
         states = self._before.expand(-1, width, -1) if self._follows else self._before
         return self._head(states, self._words(paths) if self._follows else None, step=count - 1)
@@ -189,8 +189,8 @@ def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:
     if frontier.attention_mask is None:  # a chain
         return ran[:, None]
     order = torch.arange(1, ran.shape[1], device=ran.device)
-    behind = ran.shape[1]
-    seen = torch.where(frontier.attention_mask, order, behind).sort(-1).values[..., : frontier.depth]
-    places = pad(seen.clamp(max=behind - 1), (1, 0))  # [B or 1, W, depth + 1]
+    after = ran.shape[1]
+    seen = torch.where(frontier.attention_mask, order, after).sort(-1).values[..., : frontier.depth]
+    places = pad(seen.clamp(max=after - 1), (1, 0))  # [B or 1, W, depth + 1]
     batch, width = frontier.tokens.shape
     return ran.gather(1, places.expand(batch, -1, -1).flatten(1)).view(batch, width, -1)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer behind the target's last one that its own checkpoint brings, as a head."""
+"""Multi-token prediction: the layer after the target's last one that its own checkpoint brings, as a head."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PEagle(Eagle3):
     The entries of a draft's second token and later ones are masks, all alike but for their positions: ``mask_hidden``
     in place of the target's states, mixed as these are, and ``mask_embedding`` in place of the unknown token's
     embedding. A mask attends to the entries before it, other masks included. So the predictions of a level do not
-    depend on the draft tokens above it. Blocks behind the first are plain ones.
+    depend on the draft tokens above it. Blocks after the first are plain ones.
     """
 
     kind: ClassVar[str] = "peagle"
@@ -100,7 +100,7 @@ class PEagleDraftSession(HeadDraftSession):
     def _forward(
         self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
     ) -> Tensor:
-        """Run the tokens that every row emitted last, and masks right behind them."""
+        """Run the tokens that every row emitted last, and masks right after them."""
         width, masks = tokens.shape[1], self._levels - 1
         is_ragged = min(self._counts) < width
         counts = self._numbers.get(self._counts)[:, None] if is_ragged else width

@@ -303,7 +303,7 @@ class HeadDraftSession(DraftSession):
             self._fixed = None
 
     def _agrees(self, rows: Rows, root: Tensor, first: Tensor, capture: Capture, captured: CapturedDraft) -> bool:
-        """Whether ordinary operations behind the roots' states ``[A, 1, d]`` give a captured draft."""
+        """Whether ordinary operations after the roots' states ``[A, 1, d]`` give a captured draft."""
 
         def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
             states = root if frontier is None else self._run(rows, frontier, ran[:-1])
@@ -340,7 +340,7 @@ class HeadDraftSession(DraftSession):
         return self._head.entries(self._visual(prompt))
 
     def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
-        """Positions ``[1, E]``, or ``[3, 1, E]`` with M-RoPE, of a prompt's entries; prepares those behind it."""
+        """Positions ``[1, E]``, or ``[3, 1, E]`` with M-RoPE, of a prompt's entries; prepares those after it."""
         if self._head.positions == "entries":
             return torch.arange(len(tokens), device=self._device)[None]
         ids = torch.tensor([prompt.ids], device=self._device)

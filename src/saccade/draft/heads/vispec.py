@@ -169,7 +169,7 @@ class ViSpecDraftSession(HeadDraftSession):
         self._images[row] = []
 
     def _stops(self, prompt: Prompt) -> list[int]:
-        """The tokens behind the media: a later turn may start between two adjacent images, each compressed alone."""
+        """The tokens after the media: a later turn may start between two adjacent images, each compressed alone."""
         return [stop for _, stop in self._drafter.target.family.media_spans(prompt)]
 
     def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class _BestFirst:
     def expand(self, logits: Tensor) -> Frontier | None:
         depth = len(self._tokens)
         width = self._policy.width(depth)
-        if logits.stride(1) == 0:  # the same behind every node
+        if logits.stride(1) == 0:  # the same after every node
             logits = logits[:, :1]
         own = logits.log_softmax(-1, torch.float32)
         best, tokens = own.topk(min(width, logits.shape[2]), -1)  # [B, 1 or W, C]
@@ -101,7 +101,7 @@ class _BestFirst:
         return Frontier(self._tokens[-1][:, : self._run], self._mask, depth, valid=valid)
 
     def tree(self) -> DraftTree:
-        # Stable: of equal scores the earlier node comes first, so that every node comes behind its parent.
+        # Stable: of equal scores the earlier node comes first, so that every node comes after its parent.
         scores, order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True)
         valid = scores >= self._least
         count = min(_largest(valid), self._policy.max_nodes)

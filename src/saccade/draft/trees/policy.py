@@ -98,12 +98,12 @@ class Spliced(NamedTuple):
 class Guide(Protocol):
     """What of a drafter's trees is allowed; `saccade.draft.request_drafts` has it for grammars."""
 
-    splices: bool  # whether tokens that are forced behind one of its own run with it, and are left out of its trees
+    splices: bool  # whether tokens that are forced after one of its own run with it, and are left out of its trees
 
     def begin(self, slots: Rows) -> None:
         """Begin the trees of some slots."""
 
-    def take(self, frontier: Frontier) -> None:
+    def advance(self, frontier: Frontier) -> None:
         """Take in the next nodes of the trees."""
 
     def masked(self, logits: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def grow(
     slots: Rows = (),
     guide: Guide | None = None,
 ) -> DraftTree:
-    """Grow one step's trees from the logits ``[B, 1, V]`` behind their roots; ``run`` gives a frontier's ``[B, W, V]``.
+    """Grow one step's trees from the logits ``[B, 1, V]`` after their roots; ``run`` gives a frontier's ``[B, W, V]``.
 
     Trees of fixed shape alone end at depth ``limit``: one that is chosen by draft tokens must not depend on it.
     ``slots``: those of the drafter that run, where a guide masks them.
@@ -135,7 +135,7 @@ def grow(
         if guide is not None:
             if frontier.depth == 1 and frontier.rows is not None:
                 guide.begin(frontier.rows)
-            guide.take(frontier)
+            guide.advance(frontier)
         logits = run(frontier)
         frontier = growth.expand(logits if guide is None else guide.masked(logits))
     return growth.tree()
@@ -219,7 +219,7 @@ class DrawProposer:
         for _ in range(width):
             if drawn:
                 left = left.scatter(1, drawn[-1][:, None], 0.0)
-            drawn.append(draw(left, self._uniforms.take(parents).flatten().to(left.device)))  # maybe from another
+            drawn.append(draw(left, self._uniforms.pop(parents).flatten().to(left.device)))  # maybe from another
         tokens = drawn[0] if width == 1 else torch.stack(drawn, 1)
         return tokens.view(batch, parents, width), q.view(batch, parents, vocab)
 
@@ -389,7 +389,7 @@ class _StaticGrowth:
 class ConfidentChain(ConfidentOptions, Chain):
     """A chain that stops when the drafter is unsure (Liu et al. 2024, Kangaroo, Section 3.2).
 
-    A draft token of less confidence is still verified, but none is drafted behind it. Every row ends by itself; the
+    A draft token of less confidence is still verified, but none is drafted after it. Every row ends by itself; the
     drafter stops once all have. Confidence is the drafter's largest probability, before temperature or any other
     processing. It is known before a token is drawn and depends on the tokens above alone, so that sampling with drawn
     tokens stays exact.

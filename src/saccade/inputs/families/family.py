@@ -135,7 +135,7 @@ class Family(ABC):
     join_dim: ClassVar[int] = 0  # dimension along which media of one row are concatenated
     padded_keys: ClassVar[tuple[str, ...]] = ()  # forward arguments that are padded with zeros to the largest medium
     openers: ClassVar[tuple[str, ...]] = ()  # wrapper tokens in front of a medium's placeholders
-    closers: ClassVar[tuple[str, ...]] = ()  # wrapper tokens behind them
+    closers: ClassVar[tuple[str, ...]] = ()  # wrapper tokens after them
     # forward argument that distinguishes image tokens from text, where the model needs it
     types: ClassVar[Literal["mm_token_type_ids", "token_type_ids"] | None] = None
     raw: ClassVar[str] = "{}"  # an image in a prompt without chat template; `{}` is the placeholder

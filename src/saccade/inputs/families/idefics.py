@@ -55,7 +55,7 @@ class Idefics3(Family):
         return tensors["pixel_values"].shape[1] * int(side**2 / self.config.scale_factor**2)
 
     def expand_image(self, token: str, features: Features) -> str:
-        """Every tile behind its row and column, then the whole image."""
+        """Every tile after its row and column, then the whole image."""
         rows, columns = (int(features[k][0][0]) for k in ("rows", "cols"))
         opener = self.openers[0]
         tile = token * (self.count("image", features) // (rows * columns + 1))
@@ -66,7 +66,7 @@ class Idefics3(Family):
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
     def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
-        """Each image's last tile shows all of it, behind a separate tag: that of the row's last tile."""
+        """Each image's last tile shows all of it, after a separate tag: that of the row's last tile."""
         mask = tensors.get("pixel_attention_mask")
         if len(pixels) != len(rows):
             raise mismatch(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}")
@@ -98,7 +98,7 @@ class Idefics3(Family):
 
 
 class SmolVLM(Idefics3):
-    """SmolVLM2: Idefics3 with videos, every frame one tile behind its time."""
+    """SmolVLM2: Idefics3 with videos, every frame one tile after its time."""
 
     names = MappingProxyType({"smolvlm": "SmolVLM2"})
     if not is_torchvision_available():

@@ -139,7 +139,7 @@ class Decoder:
 
     @contextmanager
     def _up_to_damage(self, seen: Timeline) -> Iterator[None]:
-        """End at an error behind the first frame."""
+        """End at an error after the first frame."""
         import av
 
         try:

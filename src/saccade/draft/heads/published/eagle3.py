@@ -84,7 +84,7 @@ def translate(released: Released, **only: Any) -> tuple[HeadConfig, dict[str, Te
                 f"{released.title} has the architecture {', '.join(names)}, which is not known; expected "
                 f"{ARCHITECTURES[0]}."
             )
-        released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
+        released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are after the norm
         values = {**released.values, "norm_output": False}
     released = replace(released, values=values)
     released.check_settings(**{"partial_rotary_factor": 1.0, "logit_scale": 1.0, "embed_requires_grad": False, **only})

@@ -1,6 +1,6 @@
 """P-EAGLE heads as speculators writes them: EAGLE-3's layout with further blocks, masks, and a trained embedding.
 
-Blocks behind the first are plain ones of a Llama or Qwen3. ``mask_hidden`` takes the place of a mask's target states,
+Blocks after the first are plain ones of a Llama or Qwen3. ``mask_hidden`` takes the place of a mask's target states,
 and row ``mask_token_id`` of ``embed_tokens`` is its embedding. Positions are token indices, with M-RoPE targets too,
 and entries of visual tokens get their placeholder's embedding.
 """
@@ -76,7 +76,7 @@ def _blocks(released: Released) -> int:
 
 
 def _names(config: HeadConfig, blocks: int) -> dict[str, str]:
-    """Names of the weights of blocks behind the first, theirs -> ours."""
+    """Names of the weights of blocks after the first, theirs -> ours."""
     parts = ["input_layernorm"]
     if config.qk_norm:
         parts += ["self_attn.q_norm", "self_attn.k_norm"]
