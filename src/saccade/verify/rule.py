@@ -473,13 +473,11 @@ class Processing:
         return scores
 
 
-def _process_form(
-    row: RowProcessing,
-    prefix: Sequence[int],
-    scores: Tensor,
-    children: Sequence[Sequence[tuple[int, int]]],
-    limit: int,
-) -> None:
+_Children = Sequence[Sequence[tuple[int, int]]]
+"""Per node the nodes and tokens of its children."""
+
+
+def _process_form(row: RowProcessing, prefix: Sequence[int], scores: Tensor, children: _Children, limit: int) -> None:
     """Process one row's scores ``[N, V]`` in place, those of all nodes at once, where a grammar alone has a state."""
     (grammar,) = row.grammars
     nodes, depths, places = [0], [0], [row.states_after(prefix)[grammar]]
@@ -501,13 +499,7 @@ def _process_form(
     scores[at] = part
 
 
-def _process_row(
-    row: RowProcessing,
-    prefix: Sequence[int],
-    scores: Tensor,
-    children: Sequence[Sequence[tuple[int, int]]],
-    limit: int,
-) -> None:
+def _process_row(row: RowProcessing, prefix: Sequence[int], scores: Tensor, children: _Children, limit: int) -> None:
     """Process one row's scores ``[N, V]`` in place, depth by depth down to ``limit`` - 1."""
     device = scores.device
     root_ids = torch.tensor(list(prefix), device=device)
