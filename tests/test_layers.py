@@ -37,20 +37,20 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_326),
-    "serve": (("serve",), 5_979),
-    "training": (("train", "distill"), 5_066),
-    "measuring": (("bench", "theory", "memory_plan"), 4_198),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_400),
-    "checkpoints": (("checkpoints", "evaluators"), 1_219),
-    "pocket": (("pocket",), 1_460),
+    "cli": (("cli",), 2_324),
+    "serve": (("serve",), 5_935),
+    "training": (("train", "distill"), 4_967),
+    "measuring": (("bench", "theory", "memory_plan"), 4_142),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_397),
+    "checkpoints": (("checkpoints", "evaluators"), 1_212),
+    "pocket": (("pocket",), 1_455),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 29_138
+CORE = 29_081
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 55_400, 11_516
+TESTS, TOOLS = 54_987, 11_421
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 11.04
+TOKENS = 11.05
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 DOORS = {"draft_dtype": 3, "num_frames": 9}
 """Most files that name a parameter: elsewhere it travels in the dataclass that declares it."""
