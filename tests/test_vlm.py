@@ -17,6 +17,7 @@ from saccade import VLM, InputError, MethodError, ModelError, hf, load
 from saccade.checkpoints import inspect_checkpoint
 from saccade.inputs.media import Video
 from saccade.inputs.processor import RowInput
+from saccade.model_spec import ModelSpec
 from saccade.processors import stateless
 from saccade.target_model.adapter import Target
 from saccade.vlm import check
@@ -279,9 +280,9 @@ def test_an_assistant_is_inspected_and_compared_before_weights_are_read(
     assert [check.what for check in found.checks if not check.fits] == ["hidden size"]
     assert found.fits is False
     with pytest.raises(ModelError, match="its hidden size is 24 but this target's is 16"):
-        check(folders[0], other)
+        check(ModelSpec(folders[0], other))
 
 
 def test_an_assistant_alone_is_refused_before_its_tokenizer_is_missed(folders: tuple[str, str]) -> None:
     with pytest.raises(ModelError, match="is an assistant, which drafts for another model and cannot answer alone"):
-        check(folders[1])
+        check(ModelSpec(folders[1]))

@@ -73,7 +73,7 @@ def test_a_gap_between_the_modalities_is_measured_with_its_direction() -> None:
 def test_certainty_is_compared_within_answers_and_never_over_their_borders() -> None:
     levels = [answered(confidence=RNG.normal(0, 0.1, 40) + level) for level in range(12)]
     found, expected = sage(levels)  # pooled over borders it would be near 1
-    assert abs(found["entropy after the root and one step later, correlation"].value) < 0.2
+    assert abs(found["entropy behind the root and one step later, correlation"].value) < 0.2
     assert expected == "lose"
     lasting = [answered(confidence=np.cumsum(RNG.normal(size=40))) for _ in range(12)]
     assert sage(lasting)[1] == "win"

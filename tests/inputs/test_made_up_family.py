@@ -167,6 +167,6 @@ def test_generation_is_that_of_the_stock_model(drafter: Any) -> None:
 
 
 def test_its_views_need_nothing_more() -> None:
-    seen = pooled(target()).read(prompt())
+    seen = pooled(target()).rewrite(prompt())
     assert [m.n_tokens for m in seen.media] == [2 * TOKENS // 4] * 2
     assert family_of(config()).signature != family_of(LlavaConfig()).signature

@@ -16,7 +16,7 @@ from families import _CLIP, FAMILIES, REFUSED, UNKNOWN, VIDEO, Piece, _text, _vi
 from saccade.errors import ModelError
 from saccade.hf import speculate
 from saccade.loading import adapt
-from saccade.target_model import adapter, attention, cache, selfcheck
+from saccade.target_model import adapter, cache, selfcheck, token_blocks
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import self_check
 from saccade.target_model.traits import ordinary_ids
@@ -273,7 +273,7 @@ def test_a_bug_of_our_own_would_be_noticed(bug: str, monkeypatch: pytest.MonkeyP
     elif bug == "no cache gather":
         monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
     else:
-        monkeypatch.setattr(attention.MaskPlan, "_local", lambda *_: {"all": torch.tensor(True)})
+        monkeypatch.setattr(token_blocks.MaskPlan, "_local", lambda *_: {"all": torch.tensor(True)})
     with pytest.raises(ModelError, match="logits differ"):
         self_check(untested("starcoder2", sliding_window=4))
 
