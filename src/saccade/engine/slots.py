@@ -143,9 +143,9 @@ class Drafting:
         self.session.begin(row.slot, capacity, None if row.do_sample else row.request.salt)
 
     def end(self, row: Row) -> None:
-        """A row leaves its slot."""
+        """A row leaves its slot; one for which memory was lacking has not begun."""
         assert row.slot is not None
-        del self.rows[row.slot]
+        self.rows.pop(row.slot, None)
         self.session.end(row.slot, [] if row.request.is_last else row.output)
 
     def trials(self, rows: Sequence[Row]) -> list[Trials]:

@@ -470,8 +470,8 @@ def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGro
     """Group runs of spans at equal distances with equally many tokens and little padding; other spans stay alone."""
     if len(spans) == 1:
         span, masks = spans[0], dict[str, Tensor | None]()
-        for kind, mask in span.masks.items():
-            part = None if mask is None else mask[None, :, :, mask.shape[2] - span.visible :]
+        for kind in span.masks:
+            part = span.mask(kind)
             masks[kind] = part if part is None or part.is_cpu else _aligned(part)
         return [RowGroup(span.first, 1, span.count, span.start, 0, span.visible, masks)]
     groups, at = [], 0
