@@ -46,7 +46,7 @@ PARTS = {
     "pocket": (("pocket",), 1_455),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 29_081
+CORE = 29_082
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 54_990, 11_421
 """Most lines of the tests, and of tools and benchmarks together."""

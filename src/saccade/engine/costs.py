@@ -1,4 +1,4 @@
-"""How many tokens to draft in a step, by measured times and by the acceptance of earlier draft tokens.
+"""The number of draft tokens of a step, by measured times and by the acceptance of earlier draft tokens.
 
 Times are in units: a unit is about the time of a forward of one token at present, so that a machine which becomes
 slower changes no decision. A step of R rows that verifies n draft tokens, drafted in D levels for r of them, takes

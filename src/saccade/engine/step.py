@@ -182,6 +182,7 @@ class VerificationGroup:
         """What `pack` and `RowVerdict.of` make of paths and tokens that were chosen, not sampled, on the host."""
         assert self.output is not None
         tree, verdicts = self.tree, list[RowVerdict]()
+        # One row of `valid` and `depth` may stand for all.
         trees = zip(tree.tokens.tolist(), cycle(tree.valid.tolist()), cycle(tree.depth.tolist()), strict=False)
         peaks = self.output.logits.amax((1, 2)).tolist()
         for row, (path, token), peak, (tokens, valid, depth) in zip(self.rows, decided, peaks, trees, strict=True):

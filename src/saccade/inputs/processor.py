@@ -210,7 +210,7 @@ class InputProcessor:
         whole, _ = self._rendered(template, messages, options, add_generation_prompt=True)
         bare, _ = self._rendered(template, messages, options, add_generation_prompt=False)
         begin = 0
-        for sign, other in zip(whole, bare, strict=False):
+        for sign, other in zip(whole, bare, strict=False):  # one may be longer
             if sign != other:
                 break
             begin += 1

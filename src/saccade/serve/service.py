@@ -1,4 +1,4 @@
-"""What the routes of a server share, who may send how many requests, and one exchange with a client."""
+"""State that the routes of a server share, admission of requests, and one exchange with a client."""
 
 from __future__ import annotations
 

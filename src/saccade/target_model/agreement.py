@@ -1,4 +1,4 @@
-"""Whether forwards agree: with the model's own modules, within rounding, and bit for bit in exact mode."""
+"""Comparison of forwards: with the model's own modules, within rounding, and bit for bit in exact mode."""
 
 from __future__ import annotations
 
