@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.engines.peer import END, Decoder
 from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, quiet, rotated, stock_inputs, table
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.openvino_graph import missing
 from tools.pocket.inflate import inflate
@@ -192,7 +192,7 @@ def write_pair(folder: Path, target: Path, count: int) -> None:
     """Write the questions, the pair's decoders, and what both of these read of the prompts."""
     questions = [(FIRST_SEED + number, FIRST_TASKS[number % len(FIRST_TASKS)], "verbose") for number in range(count)]
     (folder / "questions.json").write_text(json.dumps({"target": str(target), "questions": questions}))
-    processor = InputProcessor.load(str(target))
+    processor = load_processor(str(target))
     prompts = [processor.prompt(draw(*question).messages()) for question in questions]
     for name, path in (("target", target), ("draft", draft_path())):
         model = load(path, "float32", "cpu")

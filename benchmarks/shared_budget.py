@@ -26,7 +26,7 @@ from saccade.draft.trees.policy import Chain, Proposer
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer
 from saccade.engine.row import plan
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draw
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
@@ -152,7 +152,7 @@ def main() -> None:
     options = pocket_pair.options_of(parser)
     target = Target(load(options.target, options.target_dtype, options.device))
     draft = Target(load(options.draft, options.draft_dtype, options.device))
-    processor = InputProcessor.load(str(options.target))
+    processor = load_processor(str(options.target))
     for title, useless in (("alike", ()), ("half of the rows with a useless drafter", range(1, ROWS, 2))):
         running = contestants(target, draft)
         for number in range(-options.warm, options.rounds):

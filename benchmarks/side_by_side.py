@@ -22,7 +22,7 @@ from benchmarks import pocket_pair
 from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, rotated
 from saccade.bench.metrics import median_estimate
 from saccade.hf import Speculation, speculate
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draw
 from tools.pocket.world import FIRST_TASKS
 
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=names, choices=names, help=f"{BASELINE} always runs")
     options = pocket_pair.options_of(parser)
     running: dict[str, Any] = contestants(options)
-    processor = InputProcessor.load(str(options.target))
+    processor = load_processor(str(options.target))
     model = running[BASELINE].model
     drawn = [
         draw(FIRST_SEED + number, FIRST_TASKS[number % len(FIRST_TASKS)], options.grammar)

@@ -94,13 +94,13 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_examples_run_with_the_built_in_models_in_place_of_yours(page: str, examples: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from saccade.inputs.processor import InputProcessor
+    from saccade.loading import load_processor
     from saccade.pocket import draft_path, draw, target_path
 
     text = (ROOT / page).read_text(encoding="utf-8")
     given: dict[str, Any] = {"target": "your/target", "draft": "your/draft", "picture": draw(1, "scene").image}
     if "model.generate(**inputs" in text:
-        prompt = InputProcessor.load(target_path()).prompt(draw(1, "scene").messages())
+        prompt = load_processor(target_path()).prompt(draw(1, "scene").messages())
         import torch
 
         given["inputs"] = {"input_ids": torch.tensor([prompt.ids]), **prompt.media[0].tensors}

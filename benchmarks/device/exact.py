@@ -37,8 +37,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.processor import InputProcessor
-from saccade.loading import adapt
+from saccade.loading import adapt, load_processor
 from saccade.pocket import draft_path, draw, head_path, head_paths, target_path
 from saccade.target_model.adapter import Target
 from saccade.target_model.agreement import TOLERANCE
@@ -141,7 +140,7 @@ class Pocket(NamedTuple):
 def pocket_of(kit: Kit, dtype: str) -> Pocket:
     count, prompts = (12, 1) if kit.small else (48, 3)
     models = [pocket_pair.load(path, dtype, "cpu") for path in (target_path(), draft_path())]
-    processor = InputProcessor.load(str(target_path()))
+    processor = load_processor(str(target_path()))
     drawn = [draw(pocket_pair.FIRST_SEED + at, TASKS[at % len(TASKS)]) for at in range(prompts)]
     asked = [processor.prompt(each.messages()) for each in drawn]
     stock = copy.deepcopy(models[0])

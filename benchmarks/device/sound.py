@@ -19,7 +19,7 @@ import saccade
 from benchmarks import pocket_pair
 from benchmarks.device.kit import Finding, Kit, Piece
 from saccade.engine import Request
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.cache import on_device
 from saccade.target_model.token_blocks import additive
@@ -139,7 +139,7 @@ def executor(kit: Kit) -> Iterator[Finding]:
     """What runs the built-in pair, and whether its steps become graphs."""
     for dtype in ("bfloat16", "float32"):
         model, draft = (pocket_pair.load(path, dtype, str(kit.device)) for path in (target_path(), draft_path()))
-        vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
+        vlm = saccade.VLM(model, load_processor(str(target_path())), drafter=draft, method="chain")
         prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
         session = vlm.engine.open(1)
         (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=64)

@@ -17,12 +17,12 @@ import transformers
 import saccade
 from benchmarks.engines.peer import Answer, serve
 from benchmarks.pocket_pair import load, stock_inputs
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draft_path, draw
 
 
 def stock(target: Path, questions: list[Any]) -> Answer:
-    processor, model = InputProcessor.load(str(target)), load(target, "float32", "cpu")
+    processor, model = load_processor(str(target)), load(target, "float32", "cpu")
     inputs = [stock_inputs(model, [processor.prompt(question.messages())]) for question in questions]
 
     def answer(prompt: int, way: str, limit: int) -> tuple[list[int], int]:

@@ -1,9 +1,10 @@
-"""Loading of checkpoints from disk or the hub; incomplete ones are refused."""
+"""Loading of models and input processors from checkpoints on disk or the hub; incomplete ones are refused."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ from safetensors import SafetensorError, safe_open
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.files import is_gguf, source_of
+from saccade.inputs.families import family_of
+from saccade.inputs.processor import InputProcessor
 from saccade.options import STORED
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
+from saccade.wording import first_line
 
 SMALL = 50_000_000  # parameters below which a drafter runs faster in float32 on a CPU, measured for layers 128-256 wide
 
@@ -198,6 +202,84 @@ def _check_files(folder: Path, weights: bool) -> None:
                 pass
         except SafetensorError:
             raise ModelError(f"The weight file {file} is damaged or only partly downloaded; {again}.") from None
+
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_VIDEO_FILE = "video_preprocessor_config.json"
+
+
+def load_processor(path: str | os.PathLike[str]) -> InputProcessor:
+    """Read tokenizer, image and video settings and chat template of a checkpoint."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    path = os.fspath(path)
+    if not path:
+        raise ModelError("The model does not say which checkpoint it is from; make its InputProcessor from parts.")
+    config = _part(AutoConfig, path, "configuration")
+    tokenizer = _part(AutoTokenizer, path, "tokenizer")
+    family = family_of(config)
+    images = composite = None
+    if not family.is_known:
+        composite = _part(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
+    elif family.reads_images:
+        images = _part(family.image_loader, path, "image processor", config=config)
+    settings = _json(path, "processor_config.json")
+    files = (_VIDEO_FILE, "preprocessor_config.json") if family.video_defaults is not None else ()
+    video = settings.get("video_processor") if files else None
+    for name in files:
+        video = video or _json(path, name)
+    file = _file(path, _TEMPLATE_FILE)  # the processor's template may differ from the tokenizer's
+    if file is not None:
+        template: Any = file.read_text(encoding="utf-8")
+    else:
+        template = _json(path, "chat_template.json").get("chat_template") or settings.get("chat_template")
+    template = template if isinstance(template, str) else None
+    eos = _json(path, "generation_config.json").get("eos_token_id")
+    return InputProcessor(config, tokenizer, images, video, template, eos, composite)
+
+
+def save_processor(processor: InputProcessor, folder: str | os.PathLike[str]) -> None:
+    """Write all files that `load_processor` reads except the two configurations, for a model with the same inputs."""
+    processor.tokenizer.save_pretrained(folder)
+    if processor.image_processor is not None:
+        processor.image_processor.save_pretrained(folder)
+    if processor.video_settings:
+        (Path(folder) / _VIDEO_FILE).write_text(json.dumps(processor.video_settings, indent=2), encoding="utf-8")
+    if processor.chat_template is not None:
+        (Path(folder) / _TEMPLATE_FILE).write_text(processor.chat_template, encoding="utf-8")
+
+
+def _part(auto: Any, path: str, part: str, **options: Any) -> Any:
+    """Return what a class of transformers loads of a checkpoint; ``part`` names it in the error."""
+    folder, file = source_of(path)
+    try:
+        return auto.from_pretrained(folder, trust_remote_code=False, **file, **options)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
+        if part == "tokenizer" and Path(path).is_dir() and not any(Path(path).glob("tokenizer.*")):
+            reason = "it has no tokenizer.json"
+        raise ModelError(
+            f"The {part} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
+            "or a model id that can be reached."
+        ) from error
+
+
+def _file(path: str, name: str) -> Path | None:
+    from transformers.utils import cached_file
+
+    if is_gguf(path):  # which has it all, and not what lies next to it
+        return None
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return Path(file) if file else None
+
+
+def _json(path: str, name: str) -> dict[str, Any]:
+    file = _file(path, name)
+    try:
+        content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ModelError(f"{name} of {path} is not valid JSON; download the checkpoint again.") from None
+    return content if isinstance(content, dict) else {}
 
 
 def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

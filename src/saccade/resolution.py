@@ -27,6 +27,7 @@ from saccade.loading import (
     fastest_dtype,
     is_assistant,
     load_model,
+    load_processor,
     name_of,
     path_of,
     refuse_assistant,
@@ -148,9 +149,9 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
 
 def _processor(source: Any, weights: bool = True) -> InputProcessor:
     if not isinstance(source, (str, Path)):
-        return InputProcessor.load(source.config._name_or_path)
+        return load_processor(source.config._name_or_path)
     refuse_assistant(check_checkpoint(path_of(source), weights=weights), str(source))
-    return InputProcessor.load(path_of(source))
+    return load_processor(path_of(source))
 
 
 def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:

@@ -28,8 +28,7 @@ from saccade.draft.ensemble.views import Caption, OwnCaptions, PromptMedium, fro
 from saccade.errors import MethodError, ModelError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
-from saccade.inputs.processor import InputProcessor
-from saccade.loading import load_model
+from saccade.loading import load_model, load_processor
 from saccade.target_model.adapter import Target
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
@@ -166,7 +165,7 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
 @torch.no_grad()
 def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "CAPTION_TOKENS", 9)
-    model, processor = Target(load_model(ready(name))), InputProcessor.load(str(ready(name)))
+    model, processor = Target(load_model(ready(name))), load_processor(str(ready(name)))
     seen: list[PromptMedium] = []
     own = OwnCaptions(model, processor)
     view = Caption(processor.config, processor.tokenizer, lambda shown: seen.append(shown) or own(shown))  # type: ignore[func-returns-value]

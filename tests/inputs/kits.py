@@ -17,6 +17,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 
 processing_smolvlm.num2words = number_words  # not installed; only looked up for the frame count
 
@@ -297,4 +298,4 @@ def outside_the_registry(path: Path) -> InputProcessor:
     )
     config.save_pretrained(path)
     item.theirs.save_pretrained(path)
-    return InputProcessor.load(path)
+    return load_processor(path)

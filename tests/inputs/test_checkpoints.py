@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 
 
 def save_today(k: Kit, path: Path) -> None:
@@ -36,7 +37,7 @@ def save_of_old(k: Kit, path: Path) -> None:
 def test_a_loaded_checkpoint_makes_the_same_prompts(name: str, save: object, tmp_path: Path) -> None:
     k = kit(name)
     save(k, tmp_path)  # type: ignore[operator]
-    loaded = InputProcessor.load(str(tmp_path))
+    loaded = load_processor(str(tmp_path))
     image = picture(100, 70)
     assert_same_prompt(loaded.prompt("Hi?", [image]), k.ours.prompt("Hi?", [image]))
     if name in VIDEO:
@@ -51,7 +52,7 @@ def test_a_qwen2_checkpoint_without_video_file_takes_its_image_settings(tmp_path
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     settings |= {"min_pixels": 28 * 28 * 4, "max_pixels": 28 * 28 * 4}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    prompt = InputProcessor.load(str(tmp_path)).prompt("?", videos=[clip(2, 560, 560, 2.0)])
+    prompt = load_processor(str(tmp_path)).prompt("?", videos=[clip(2, 560, 560, 2.0)])
     assert prompt.media[0].tensors["video_grid_thw"].tolist() == [[1, 4, 4]]
 
 
@@ -61,7 +62,7 @@ def test_a_language_model_needs_no_processor(tmp_path: Path) -> None:
     tok.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
     tok.save_pretrained(tmp_path)
     GenerationConfig(eos_token_id=[3, 5]).save_pretrained(tmp_path)
-    loaded = InputProcessor.load(str(tmp_path))
+    loaded = load_processor(str(tmp_path))
     assert loaded.decode(loaded.prompt("Hello").ids) == "Hello"
     assert loaded.eos_token_ids == (3, 5)
 
@@ -77,19 +78,19 @@ def test_ids_that_end_an_answer_come_from_the_configuration_then_the_tokenizer()
 
 def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^The configuration of [^\n]*\.$"):
-        InputProcessor.load(str(tmp_path / "nothing"))
+        load_processor(str(tmp_path / "nothing"))
     with pytest.raises(ModelError, match="does not say which checkpoint it is from"):
-        InputProcessor.load("")
+        load_processor("")
     k = kit("llava")
     k.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"^The tokenizer of [^\n]*\.$"):
-        InputProcessor.load(str(tmp_path))
+        load_processor(str(tmp_path))
     k.ours.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"^The image processor of [^\n]*\.$"):
-        InputProcessor.load(str(tmp_path))
+        load_processor(str(tmp_path))
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ModelError):
-        InputProcessor.load(str(tmp_path))
+        load_processor(str(tmp_path))
 
 
 def test_the_wrong_tokenizer_is_found_out_at_once() -> None:

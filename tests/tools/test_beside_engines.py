@@ -13,7 +13,7 @@ from benchmarks import beside_engines
 from benchmarks.beside_engines import BASELINE, Engine, Results, Turn, embedded, ours, rows, write_pair
 from benchmarks.engines.peer import END, Decoder, decode
 from benchmarks.pocket_pair import load, stock_inputs
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.pocket import draft_path, draw, target_path
 
 
@@ -103,7 +103,7 @@ def test_a_chain_of_drafted_tokens_makes_plain_tokens_in_fewer_passes(gamma: int
 
 def test_peers_read_of_a_prompt_what_both_models_read(tmp_path: Path) -> None:
     write_pair(tmp_path, target_path(), 2)
-    prompt = InputProcessor.load(str(target_path())).prompt(
+    prompt = load_processor(str(target_path())).prompt(
         draw(beside_engines.FIRST_SEED + 1, beside_engines.FIRST_TASKS[1], "verbose").messages()
     )
     for name, path in (("target", target_path()), ("draft", draft_path())):

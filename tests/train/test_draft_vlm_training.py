@@ -32,8 +32,7 @@ from checkpoints import picture, ready, tokenizer
 from saccade import VLM, load
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.processor import InputProcessor
-from saccade.loading import load_model
+from saccade.loading import load_model, load_processor
 from saccade.train import Listed, Recipe, Trainer, features, read_recipe
 from saccade.train.draft_vlm import DraftVlmLearner, new_draft_vlm
 
@@ -364,7 +363,7 @@ def test_a_draft_of_a_bfloat16_target_is_one_too_and_ends_answers_alike(tmp_path
     assert torch.tensor(run.train_step(5)["loss"]).isfinite()
     run.learner.save(tmp_path / "draft")
     assert AutoConfig.from_pretrained(tmp_path / "draft").dtype is torch.bfloat16
-    assert InputProcessor.load(tmp_path / "draft").eos_token_ids == (9, 7)
+    assert load_processor(tmp_path / "draft").eos_token_ids == (9, 7)
 
 
 def test_the_command_plans_trains_and_says_where_it_is(shell: Shell, data: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from checkpoints import ready, saved_picture, says, template, text, tokenizer
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor, save_processor
 from saccade.train.batches import Order, split_validation
 from saccade.train.data import Answers, Listed
 
@@ -23,7 +24,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def processor() -> InputProcessor:
-    return InputProcessor.load(str(ready("llava")))
+    return load_processor(str(ready("llava")))
 
 
 @pytest.fixture
@@ -251,15 +252,15 @@ def test_other_image_settings_are_noticed(write: Write, processor: InputProcesso
     place = tmp_path / "other" / "preprocessor_config.json"
     settings = json.loads(place.read_text())
     place.write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
-    other = InputProcessor.load(tmp_path / "other")
+    other = load_processor(tmp_path / "other")
     first, again = (Answers(write(line(0)), p).inputs for p in (processor, other))
     assert first["media"] == again["media"]
     assert first["processor"] != again["processor"]
-    processor.save(tmp_path / "saved")
+    save_processor(processor, tmp_path / "saved")
     processor.config.save_pretrained(tmp_path / "saved")
-    assert InputProcessor.load(tmp_path / "saved").digest == processor.digest
+    assert load_processor(tmp_path / "saved").digest == processor.digest
     (tmp_path / "saved" / "chat_template.jinja").write_text(template("<image>") + " ")
-    assert InputProcessor.load(tmp_path / "saved").digest != processor.digest
+    assert load_processor(tmp_path / "saved").digest != processor.digest
 
 
 def test_every_epoch_has_all_samples_once_in_another_order() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from saccade.options import RELEVANCES
 from saccade.pocket import target_path
 from saccade.pocket.film import WHATS
@@ -26,7 +26,7 @@ SCORED = {
 @lru_cache(maxsize=1)
 def is_scored() -> Tensor:
     """``[V]`` whether a token of the pocket models is such a word."""
-    processor = InputProcessor.load(str(target_path()))
+    processor = load_processor(str(target_path()))
     return torch.tensor(
         [processor.decode([token]).strip().lower() in SCORED for token in range(len(processor.tokenizer))]
     )

@@ -1,4 +1,4 @@
-"""Prompts of one model from messages, with the images and videos that fill their placeholders."""
+"""Prompts of one model from messages: `InputProcessor.load_media` decodes their images and videos, `prompt` encodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.errors import InputError, ModelError, SaccadeError, SaccadeWarning
-from saccade.files import is_gguf, source_of
 from saccade.inputs.families import Unknown, family_of
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
 from saccade.inputs.literal_text import Controls, LiteralText
@@ -38,7 +36,6 @@ Question = str | Messages | Prompt
 """Prompt of one row as a caller writes it."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may get; others must occur in the template itself."""
-
 
 _SOURCES = ("url", "path", "base64", "data")
 _SAMPLING = ("num_frames", "fps")
@@ -109,46 +106,6 @@ class InputProcessor:
         self._slots = {**self._placeholders, "image": slot} if slot else self._placeholders  # in the chat template
         self._known_controls: dict[str | None, Controls] = {}
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
-        """Read tokenizer, image and video settings and chat template of a checkpoint."""
-        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-
-        path = os.fspath(path)
-        if not path:
-            raise ModelError("The model does not say which checkpoint it is from; make its InputProcessor from parts.")
-        config = _loaded(AutoConfig, path, "configuration")
-        tokenizer = _loaded(AutoTokenizer, path, "tokenizer")
-        family = family_of(config)
-        images = composite = None
-        if not family.is_known:
-            composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
-        elif family.reads_images:
-            images = _loaded(family.image_loader, path, "image processor", config=config)
-        settings = _json(path, "processor_config.json")
-        files = (_VIDEO_FILE, "preprocessor_config.json") if family.video_defaults is not None else ()
-        video = settings.get("video_processor") if files else None
-        for name in files:
-            video = video or _json(path, name)
-        file = _file(path, _TEMPLATE_FILE)  # the processor's template may differ from the tokenizer's
-        if file is not None:
-            template: Any = file.read_text(encoding="utf-8")
-        else:
-            template = _json(path, "chat_template.json").get("chat_template") or settings.get("chat_template")
-        template = template if isinstance(template, str) else None
-        eos = _json(path, "generation_config.json").get("eos_token_id")
-        return cls(config, tokenizer, images, video, template, eos, composite)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all files that `load` reads except the two configurations, for a model with the same inputs."""
-        self.tokenizer.save_pretrained(folder)
-        if self.image_processor is not None:
-            self.image_processor.save_pretrained(folder)
-        if self.video_settings:
-            (Path(folder) / _VIDEO_FILE).write_text(json.dumps(self.video_settings, indent=2), encoding="utf-8")
-        if self.chat_template is not None:
-            (Path(folder) / _TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
-
     @cached_property
     def digest(self) -> str:
         """Hash of image and video settings and chat template."""
@@ -176,7 +133,7 @@ class InputProcessor:
             conversation = [{"role": "user", "content": [*places, {"type": "text", "text": conversation}]}]
         messages, slots = normalise(conversation)
         check_unicode([messages, options.template_options])
-        slots = self._loaded(_fill(slots, images, videos), options)
+        slots = self._decoded(_fill(slots, images, videos), options)
         template = self._template(slots, options)
         text, literal = self._rendered(template, messages, options, add_generation_prompt)
         if template is None:
@@ -228,7 +185,7 @@ class InputProcessor:
     def load_media(self, messages: Sequence[Message], options: MediaOptions) -> list[dict[str, Any]]:
         """Load the images and videos of messages, in a thread that does not run the batch."""
         messages, slots = normalise(messages)
-        return with_sources(messages, self._loaded(_fill(slots, [], []), options))
+        return with_sources(messages, self._decoded(_fill(slots, [], []), options))
 
     def load_video(self, source: Any, options: MediaOptions) -> Any:
         """Load those frames of a video that prompts with these options use; as it is for a model without videos.
@@ -291,8 +248,8 @@ class InputProcessor:
                 return ids
         return ()
 
-    def _loaded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
-        """Load the images of a conversation and the sampled frames of its videos, unless the model takes none."""
+    def _decoded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
+        """Decode the images of a conversation and the sampled frames of its videos, unless the model takes none."""
         family = self._family
         limits = options.limits
         kinds = {slot.kind for slot in slots}
@@ -642,42 +599,8 @@ def strings_of(value: Any) -> Iterator[str]:
             yield from strings_of(entry)
 
 
-_TEMPLATE_FILE = "chat_template.jinja"
-_VIDEO_FILE = "video_preprocessor_config.json"
 _CLASSES = ("image_processor_type", "video_processor_type", "feature_extractor_type", "processor_class")
 """Settings that name classes, which change with the version of transformers and not with behaviour."""
-
-
-def _loaded(auto: Any, path: str, part: str, **options: Any) -> Any:
-    folder, file = source_of(path)
-    try:
-        return auto.from_pretrained(folder, trust_remote_code=False, **file, **options)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
-        if part == "tokenizer" and Path(path).is_dir() and not any(Path(path).glob("tokenizer.*")):
-            reason = "it has no tokenizer.json"
-        raise ModelError(
-            f"The {part} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
-            "or a model id that can be reached."
-        ) from error
-
-
-def _file(path: str, name: str) -> Path | None:
-    from transformers.utils import cached_file
-
-    if is_gguf(path):  # which has it all, and not what lies next to it
-        return None
-    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return Path(file) if file else None
-
-
-def _json(path: str, name: str) -> dict[str, Any]:
-    file = _file(path, name)
-    try:
-        content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ModelError(f"{name} of {path} is not valid JSON; download the checkpoint again.") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:

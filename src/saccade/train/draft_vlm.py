@@ -19,7 +19,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.errors import ModelError, TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.loading import check_checkpoint, load_model, name_of, path_of
+from saccade.loading import check_checkpoint, load_model, load_processor, name_of, path_of, save_processor
 from saccade.resolution import shared_vocabulary
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
@@ -148,7 +148,7 @@ class DraftVlmLearner:
         if not math.isfinite(largest_of(list(narrow.parameters()))):
             raise TrainingError(f"Weights of the drafter are too large for the target's format, {self._target.dtype}.")
         narrow.save_pretrained(folder)
-        self._processor.save(folder)
+        save_processor(self._processor, folder)
 
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
         known = len(self._processor.tokenizer.get_vocab())
@@ -343,7 +343,7 @@ def _loaded(target: Target, processor: InputProcessor, lm: str) -> Any:
     config = check_checkpoint(path)
     if config.model_type != config.get_text_config(decoder=True).model_type:
         raise ModelError(f"{path} is a {config.model_type} model with its own vision tower; give a language model.")
-    shared_vocabulary(processor.tokenizer, InputProcessor.load(path).tokenizer, (name_of(target.model), path))
+    shared_vocabulary(processor.tokenizer, load_processor(path).tokenizer, (name_of(target.model), path))
     small = load_model(path, dtype="float32")
     if small.base_model is small:
         raise ModelError(f"The language model {path} has no decoder of its own; give another one.")

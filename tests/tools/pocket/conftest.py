@@ -5,6 +5,7 @@ from tokenizers import Tokenizer
 from workshop_kit import tiny_model
 
 from saccade.inputs.processor import InputProcessor
+from saccade.loading import load_processor
 from tools.pocket.recipe import quick_recipe
 from tools.pocket.tokens import train_tokenizer, write_processor
 
@@ -19,4 +20,4 @@ def processor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("processor")
     tiny_model().config.save_pretrained(folder)
     write_processor(tokenizer, folder, 2048)
-    return InputProcessor.load(str(folder))
+    return load_processor(str(folder))

@@ -27,7 +27,7 @@ from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Medium, PoolPoint, Prompt, half, side_of
 from saccade.inputs.processor import InputProcessor
-from saccade.loading import adapt, check_checkpoint, load_model
+from saccade.loading import adapt, check_checkpoint, load_model, load_processor
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 
@@ -196,7 +196,7 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
         )
     model = load_model(path, device_map=None if device.type == "cpu" else device)
     if is_vlm:
-        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
+        return OwnCaptions(adapt(model), load_processor(path)).of_picture
     try:
         processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as problem:
