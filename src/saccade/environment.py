@@ -62,9 +62,10 @@ def _git(*arguments: str) -> str | None:
     return None
 
 
-def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Kind, size, dtype and fingerprint of a loaded model, by its last name where a folder was given."""
+def model_facts(model: Any, name: str = "") -> dict[str, Any]:
+    """Kind, size, dtype and fingerprint of a loaded model, by the last name of a folder; by default its own."""
     text = model.config.get_text_config(decoder=True)
+    name = name or str(model.config._name_or_path)
     path = Path(name)
     return {
         "name": path.resolve().name if path.is_dir() else name,

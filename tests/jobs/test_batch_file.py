@@ -19,6 +19,7 @@ from saccade.jobs import batch_file
 from saccade.jobs.job import seed_of
 from saccade.jobs.running import PlainForm
 from saccade.resumable import Journal, Report
+from saccade.serve.models import Planner
 
 LLAVA = {"name": "llava", "method": "plain"}
 
@@ -380,6 +381,37 @@ def test_a_failed_step_costs_no_neighbour_its_answer(
     assert found["b.png"] == {"id": "b.png", "error": "It failed with RuntimeError: bad kernel with details."}
     assert {n: r for n, r in found.items() if n != "b.png"} == {n: r for n, r in whole.items() if n != "b.png"}
     assert report.failed == 2
+
+
+def test_requests_are_planned_again_after_a_failed_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of a step that failed are in no answer."""
+    source, stock, planned = tmp_path / "rows.jsonl", StepRunner.run, list[Any]()
+    body = {"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 4, "logprobs": True}
+    source.write_text("".join(json.dumps({"custom_id": name, "body": body}) + "\n" for name in "ab"))
+    whole, steps, plan = tmp_path / "whole.jsonl", iter(range(99)), Planner.plan
+
+    def counted(self: Planner, *args: Any) -> Any:
+        planned.append(args)
+        return plan(self, *args)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    run(source, whole, prompt=None)
+    assert len(planned) == 2
+
+    def failing(self: StepRunner, *args: Any) -> Any:
+        result = stock(self, *args)
+        if next(steps) == 2:
+            raise RuntimeError("bad kernel")
+        return result
+
+    monkeypatch.setattr(StepRunner, "run", failing)
+    run(source, tmp_path / "out.jsonl", prompt=None)
+    assert len(planned) == 2 + 4
+    logged = []
+    for path in (whole, tmp_path / "out.jsonl"):
+        choices = [json.loads(line)["response"]["body"]["choices"][0] for line in path.open()]
+        logged.append([entry["logprob"] for choice in choices for entry in choice["logprobs"]["content"]])
+    assert logged[0] == pytest.approx(logged[1], abs=1e-5), "alone, sums are rounded in another order"
 
 
 def test_a_write_that_takes_a_part_of_the_lines_goes_on_where_it_ended(

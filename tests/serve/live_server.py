@@ -28,7 +28,16 @@ from saccade.serve.service import Service
 TIMEOUT = 60.0
 TINY = ModelEntry("tiny", profiles={"short": {"method": "chain", "gamma": 2}})
 WORDS = ModelEntry("words")
-
+PAINT = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "layers": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["colour", "layers"],
+        "additionalProperties": False,
+    },
+}
+"""A function that clients offer."""
 
 CALLS = [
     {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import live_server
 import pytest
 from live_server import CALLS, Live, asks, calling, live, unmarked, uri
 
@@ -16,18 +17,7 @@ from saccade.serve.schemas import validated
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-PAINT = {
-    "name": "paint",
-    "description": "Paint it.",
-    "input_schema": {
-        "type": "object",
-        "properties": {
-            "colour": {"enum": ["red", "blue"]},
-            "layers": {"type": "integer", "minimum": 1, "maximum": 9},
-        },
-        "required": ["colour", "layers"],
-    },
-}
+PAINT = {"name": "paint", "description": "Paint it.", "input_schema": live_server.PAINT["parameters"]}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from live_server import CALLS, Live, asks, calling, live, uri
+from live_server import CALLS, PAINT, Live, asks, calling, live, uri
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
@@ -298,16 +298,6 @@ def test_log_probabilities_come_with_the_text(shared: Live) -> None:
 
 
 # -- reasoning and tool calls ------------------------------------------------------------------------------
-
-PAINT = {
-    "name": "paint",
-    "parameters": {
-        "type": "object",
-        "properties": {"colour": {"enum": ["red", "green"]}, "layers": {"type": "integer", "maximum": 9}},
-        "required": ["colour", "layers"],
-        "additionalProperties": False,
-    },
-}
 
 
 def test_calls_and_their_results_are_those_of_the_chat(shared: Live) -> None:

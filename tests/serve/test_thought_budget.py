@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import Live, asks, live, unmarked
+from live_server import PAINT, Live, asks, live, unmarked
 
 from checkpoints import llama, tokenizer, vlm
 from conftest import THINKER
@@ -207,24 +207,12 @@ def test_a_budget_holds_beside_a_minimum_and_without_ends(server: Live) -> None:
         assert (count, len(written)) == (4, 24)
 
 
-PAINT = {
-    "type": "function",
-    "function": {
-        "name": "paint",
-        "parameters": {
-            "type": "object",
-            "properties": {"layers": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["layers"],
-        },
-    },
-}
-
-
 def test_a_form_follows_a_thought_that_is_ended(server: Live) -> None:
     pytest.importorskip("llguidance", reason="forms need the serve or grammar extra")
     begin = server.service.models["thinker"].vlm.processor.tokenizer.convert_tokens_to_ids(CALL[0])
     bias = {**unmarked(server), str(begin): 50}  # else the model goes on with blanks
-    call: Any = {"tools": [PAINT], "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": bias}
+    call: Any = {"tools": [{"type": "function", "function": PAINT}], "tool_choice": "required", "logit_bias": bias}
+    call |= {"parallel_tool_calls": False}
     for form in (call, {"guided_choice": ["yes", "no"]}):
         answers = [thought(server, method, thinking_token_budget=7, max_tokens=90, **form) for method in METHODS]
         count, written, message = answers[0]

@@ -166,13 +166,9 @@ class InputProcessor:
         template = self._template(slots, options)
         whole, _ = self._rendered(template, messages, options, add_generation_prompt=True)
         bare, _ = self._rendered(template, messages, options, add_generation_prompt=False)
-        begin = 0
-        for sign, other in zip(whole, bare, strict=False):  # one may be longer
-            if sign != other:
-                break
-            begin += 1
-        if begin < len(whole):
-            return whole[begin:]
+        shared = os.path.commonprefix((whole, bare))  # noqa: RUF071  (sign by sign, as it says)
+        if shared != whole:
+            return whole.removeprefix(shared)
         # a template that writes it in any case: what is after the last message
         *before, last = messages
         mark = f"{last['role']} \ufdd0"
@@ -250,10 +246,8 @@ class InputProcessor:
 
     def _decoded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
         """Decode the images of a conversation and the sampled frames of its videos, unless the model takes none."""
-        family = self._family
-        limits = options.limits
-        kinds = {slot.kind for slot in slots}
-        name = family.name
+        family, limits = self._family, options.limits
+        kinds, name = {slot.kind for slot in slots}, family.name
         if slots and not family.reads_images:
             raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
         if "video" in kinds and "video" not in self.kinds:
@@ -612,8 +606,7 @@ def _ids(value: Any) -> tuple[int, ...] | None:
 def _video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a video configuration that are not None; SmolVLM has its sampling in a nested part."""
     settings = {k: v for k, v in content.items() if v is not None}
-    sampling = settings.pop("video_sampling", None)
-    if sampling:
+    if sampling := settings.pop("video_sampling", None):
         settings.update(num_frames=sampling["max_frames"], fps=sampling["fps"])
         settings.setdefault("size", sampling["video_size"])
     return settings

@@ -174,8 +174,8 @@ def seed_of(seed: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
-    starts: Callable[[], list[tuple[Request, RowPlan]]]
-    """Makes requests, options, and whether they sample, of its rows; called again where they must run again."""
+    starts: Callable[[bool], list[tuple[Request, RowPlan]]]
+    """Makes requests and plans of its rows; takes whether they run again, which needs fresh plans: these keep state."""
     record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
 
 

@@ -75,8 +75,8 @@ class OpenAIForm:
             named = {**whole, "id": f"{kind}-{_hash(item, 'answer')}", "created": self._created, "saccade": about}
             return _response(item, 200, named)
 
-        def starts() -> list[Any]:
-            for job in jobs:
+        def starts(again: bool) -> list[Any]:
+            for job in jobs if again else ():
                 job.planned = job.plan_again()
             return [(job.request, job.planned.plan) for job in jobs]
 

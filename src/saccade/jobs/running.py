@@ -208,18 +208,14 @@ def _write(journal: Journal, offsets: Sequence[int], out: Path, has_requests: bo
 
 def facts_of(vlm: VLM) -> dict[str, Any]:
     """Groups of a run's header that depend on the models."""
-
-    def facts(model: Any) -> dict[str, Any]:
-        return model_facts(model, str(model.config._name_or_path))
-
     drafter: dict[str, Any] | None = None
     if vlm.head is not None:
         drafter = {"kind": vlm.head.kind, "digest": fingerprint(vlm.head)}
     elif vlm.draft_model is not None and vlm.method != "plain":
-        drafter = facts(vlm.draft_model.model)
+        drafter = model_facts(vlm.draft_model.model)
     return {
         "method": {"method": vlm.method, "method_options": vlm.options, "exact": vlm.target.exact},
-        "target": facts(vlm.target.model),
+        "target": model_facts(vlm.target.model),
         "processor": {"digest": vlm.processor.digest},
         "drafter": drafter,
     }
@@ -269,7 +265,7 @@ class _ItemEntry(Entry):
     def starts(self) -> list[tuple[Request, RowPlan]]:
         if isinstance(self.prepared, Exception):
             raise self.prepared
-        return self.prepared.starts()
+        return self.prepared.starts(self.is_suspect)
 
 
 class ItemWorker:
@@ -366,7 +362,7 @@ class PlainForm:
             row = RowInput(text["text"], images, videos, reading, prediction)
         request = self.vlm.request(row, seed_of(self.job.seed, item.id))
 
-        def starts() -> list[tuple[Request, RowPlan]]:
+        def starts(_: bool) -> list[tuple[Request, RowPlan]]:
             plans = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **self.job.options)
             return [(request, plans[0])]
 

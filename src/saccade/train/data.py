@@ -128,7 +128,7 @@ class Answers:
 
     def check_target(self, target: Target) -> None:
         """Raise `TrainingError` where ``distill.json`` names another target."""
-        ours = model_facts(target.model, str(target.model.config._name_or_path))
+        ours = model_facts(target.model)
         theirs, keys = self._teacher, ["type", "parameters", "layers", "width", "vocabulary"]
         is_here = all(p.device.type != "meta" for p in target.model.parameters())
         if is_here and ours["dtype"] in ("float32", theirs.get("dtype")):
