@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -499,6 +499,5 @@ def worst_of(
     return worst
 
 
-def drafting(session: RunningBatch) -> HeadDraftSession:
-    assert isinstance(session.drafting, HeadDraftSession)
-    return session.drafting
+def entries_of(session: RunningBatch) -> Any:
+    return cast("HeadDraftSession", session.drafting).entries

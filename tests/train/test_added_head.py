@@ -18,7 +18,7 @@ from heads_kit import LENGTH, POLICIES, engine, prompts, target
 from processes import exit_code_of, run_anew
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, build_head
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind, head_class
-from saccade.draft.heads.session import HeadDraftSession
+from saccade.draft.heads.session import HeadDrafter, HeadEntries
 from saccade.draft.heads.store import load_head
 from saccade.engine import Request
 from saccade.train import Listed, Trainer
@@ -43,7 +43,7 @@ class Mixed(Head):
         return features + self.config.options["gain"] * mixed
 
 
-class MixedSession(HeadDraftSession):
+class MixedEntries(HeadEntries):
     """As any head's."""
 
 
@@ -59,7 +59,8 @@ class MixedObjective:
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = HeadKind(f"{__name__}:Mixed", f"{__name__}:MixedObjective", f"{__name__}:MixedSession", recipe="eagle2")
+    head, objective, entries = (f"{__name__}:Mixed{part}" for part in ("", "Objective", "Entries"))
+    parts = HeadKind(head, objective, entries=entries, recipe="eagle2")
     monkeypatch.setitem(HEAD_KINDS, "mixed", parts)
 
 
@@ -68,7 +69,8 @@ def test_an_added_head_drafts_losslessly() -> None:
     case = FAMILIES["llava"]
     head = build_head(HeadConfig.from_target(target("llava"), "mixed", gain=0.5))
     drafter = engine("llava", head, POLICIES["chain"])
-    assert isinstance(drafter.drafter.open(1, drafter.open(1).context), MixedSession)
+    assert isinstance(drafter.drafter, HeadDrafter)
+    assert drafter.drafter.entries is MixedEntries
     asked = [Request(prompt) for prompt in prompts(case, case.inputs("image", rows=2))]
     answers = drafter.generate(asked, max_new_tokens=LENGTH)
     expected = case.reference("image", rows=2)
@@ -105,7 +107,7 @@ def test_drafting_imports_no_training() -> None:
     code = (
         "import sys\n"
         "from saccade.draft.heads.registry import HEAD_KINDS, head_class, part_of\n"
-        "for kind in HEAD_KINDS: head_class(kind), part_of(kind, 'session')\n"
+        "for kind in HEAD_KINDS: head_class(kind), part_of(kind, 'draft'), part_of(kind, 'entries')\n"
         "assert not [name for name in sys.modules if name.startswith('saccade.train')]\n"
     )
     assert exit_code_of(lambda: run_anew(code)) == 0

@@ -288,7 +288,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 def one_draft(own: Head, batch: Entries, row: int, begin: int, steps: int) -> list[Tensor]:
-    """Entry after entry as `HeadDraftSession` runs them, without a cache: true features up to ``begin``."""
+    """Entry after entry as `HeadEntries` runs them, without a cache: true features up to ``begin``."""
     features = own.fuse(batch.features[row, : begin + 1])
     out: list[Tensor] = []
     for _ in range(steps):

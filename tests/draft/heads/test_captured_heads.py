@@ -15,7 +15,7 @@ from saccade.draft import captured
 from saccade.draft.captured import CapturedDraft, DraftGraphs
 from saccade.draft.drafter import Begun, DraftSession, rests
 from saccade.draft.heads.head import Head
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession, HeadEntries
 from saccade.draft.trees import policy
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import ConfidentChain
@@ -138,14 +138,14 @@ def test_a_draft_that_was_begun_serves_its_row_no_more_once_that_has_other_conte
         batch.step()
         session = batch.drafting
     assert isinstance(session, HeadDraftSession)
-    both, cache = rests(session._caches, [0, 1], session._limit), session.cache
+    both, cache = rests(session.entries.caches, [0, 1], session._limit), session.entries.cache
     assert session._next.places(both) == []
     assert session._next.places({1: both[1], 0: both[0]}) == [1, 0]
     if change == "forget":
         session.forget(0)
     elif change == "move":
         cache.reserve(0, cache.capacity(0) + 2 * cache.slots)
-        both = rests(session._caches, [0, 1], session._limit)
+        both = rests(session.entries.caches, [0, 1], session._limit)
     served = [session._next.places({row: both[row]}) for row in (0, 1)]
     assert (None in served) == (change is not None)
 
@@ -182,13 +182,13 @@ def test_rows_that_emit_unequal_numbers_of_tokens_join_and_leave_and_the_next_ba
     head, expected = right
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
     under_test, counts = engine("llava", head), set[tuple[int, ...]]()
-    pass_ = HeadDraftSession._pass
+    commit = HeadEntries.commit
 
-    def noted(self: HeadDraftSession, rows: Any, emitted: Any) -> None:
+    def noted(self: HeadEntries, rows: Any, emitted: Any) -> None:
         counts.add(tuple(emitted))
-        pass_(self, rows, emitted)
+        commit(self, rows, emitted)
 
-    monkeypatch.setattr(HeadDraftSession, "_pass", noted)
+    monkeypatch.setattr(HeadEntries, "commit", noted)
     assert drafted(monkeypatch, under_test) == expected
     first = graphs_of(under_test)
     replays = first.replays

@@ -23,9 +23,9 @@ from heads_kit import (
     EVERY,
     POLICIES,
     Recording,
-    drafting,
     dropped_of,
     engine,
+    entries_of,
     kind_of_prompt,
     prompts,
     random_head,
@@ -35,12 +35,11 @@ from heads_kit import (
 )
 from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
-from saccade.draft.heads.dream import Dream, DreamDraftSession
+from saccade.draft.heads.dream import Dream, DreamEntries
 from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.kangaroo import Kangaroo
-from saccade.draft.heads.medusa import AheadDraftSession
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.draft.heads.session import HeadDraftSession
+from saccade.draft.heads.session import HeadDraftSession, HeadEntries
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.engine.row import plan
@@ -220,7 +219,8 @@ def test_a_tree_policy_begins_again_with_another_prompt_and_continues_in_the_nex
     name, case = "llava", FAMILIES["llava"]
     under = engine(name, trained_head(name, "hivis"), POLICIES["sage"])
     session, begun = under.open(1), []
-    shaping = drafting(session)._shaping
+    assert isinstance(session.drafting, HeadDraftSession)
+    shaping = session.drafting._shaping
     restart = shaping.restart
     shaping.restart = lambda row: (begun.append(row), restart(row))  # type: ignore[method-assign,func-returns-value]
 
@@ -248,11 +248,11 @@ def changed(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> 
 
 def siblings_see_each_other(patch: Patch) -> None:
     def blurred(right: Any, self: Any, cache: Any, rows: Any, count: int, mask: Tensor | None, *more: Any) -> None:
-        if cache is getattr(self, "memory", cache):  # DREAM's: as released, in the cross-attention
+        if self.memory in (None, cache):  # DREAM's: as released, in the cross-attention
             mask = None if mask is None else torch.ones_like(mask)
         right(self, cache, rows, count, mask, *more)
 
-    changed(patch, HeadDraftSession, "_lay", blurred)
+    changed(patch, HeadEntries, "lay", blurred)
 
 
 def prompt_features_one_late(patch: Patch) -> None:
@@ -274,8 +274,8 @@ def answer_features_one_late(patch: Patch) -> None:
 def nodes_have_the_root_s_state(patch: Patch) -> None:
     changed(
         patch,
-        HeadDraftSession,
-        "_run",
+        HeadEntries,
+        "run_level",
         lambda right, self, rows, frontier, ran: right(
             self, rows, frontier, [ran[0].expand_as(level) for level in ran]
         ),
@@ -288,7 +288,7 @@ def positions_by_node(patch: Patch) -> None:
         places = at.positions + torch.arange(count) * (gap is not None)
         return replace(at, positions=places, last=at.last + count)
 
-    changed(patch, HeadDraftSession, "_placed", counted)
+    changed(patch, HeadEntries, "placed", counted)
 
 
 def guesses_stay_in_the_cache(patch: Patch) -> None:
@@ -300,7 +300,7 @@ def guesses_stay_in_the_cache(patch: Patch) -> None:
 
 def another_step(patch: Patch) -> None:
     """The residual of HiViS that belongs to another step."""
-    changed(patch, HeadDraftSession, "_forward", lambda right, *args: right(*args[:-1], args[-1] + 1))
+    changed(patch, HeadEntries, "run", lambda right, *args: right(*args[:-1], args[-1] + 1))
 
 
 def features_of_visual_tokens(patch: Patch) -> None:
@@ -312,17 +312,17 @@ def image_of_another_row(patch: Patch) -> None:
         self._global = self._global.roll(1, 0)
         return right(self, rows, tokens)
 
-    changed(patch, vispec.ViSpecDraftSession, "_embed", swapped)
+    changed(patch, vispec.ViSpecEntries, "inputs", swapped)
 
 
 def own_feature_is_seen(patch: Patch) -> None:
     def late(right: Any, self: Any, row: int, *args: Any) -> None:
-        kept = self._features.at[row].clone()
-        self._features.at[row][:-1] = kept[1:]
+        kept = self.features.at[row].clone()
+        self.features.at[row][:-1] = kept[1:]
         right(self, row, *args)
-        self._features.at[row] = kept
+        self.features.at[row] = kept
 
-    changed(patch, DreamDraftSession, "_read", late)
+    changed(patch, DreamEntries, "read", late)
 
 
 def positions_without_gaps(patch: Patch) -> None:
@@ -336,20 +336,20 @@ def positions_without_gaps(patch: Patch) -> None:
 def guesses_stay_in_the_memory(patch: Patch) -> None:
     def stay(right: Any, self: Any, rows: Any, *args: Any) -> Any:
         tree = right(self, rows, *args)
-        self.memory.commit(rows, [range(1)] * len(rows))
+        self.entries.memory.commit(rows, [range(1)] * len(rows))
         return tree
 
-    changed(patch, DreamDraftSession, "propose", stay)
+    changed(patch, HeadDraftSession, "propose", stay)
 
 
 def dropped_features_are_blind(patch: Patch) -> None:
     """Without an entry, a visual token is still attended to."""
 
     def blind(right: Any, self: Any, row: int, *args: Any) -> None:
-        self._features.at[row][self._dropped[row]] = 0
+        self.features.at[row][self._dropped[row]] = 0
         right(self, row, *args)
 
-    changed(patch, DreamDraftSession, "_read", blind)
+    changed(patch, DreamEntries, "read", blind)
 
 
 def states_of_the_token_before(patch: Patch) -> None:
@@ -373,7 +373,7 @@ def state_of_the_root(patch: Patch) -> None:
         hidden = {layer: states.roll(1, 1) for layer, states in output.hidden.items()}
         right(self, *others, ForwardOutput(output.logits, hidden), drafted)
 
-    changed(patch, AheadDraftSession, "observe", before)
+    changed(patch, HeadDraftSession, "observe", before)
 
 
 def path_without_its_middle(patch: Patch) -> None:
@@ -421,11 +421,11 @@ def test_states_lost_between_turns_are_noticed(kind: str, monkeypatch: Patch) ->
     """The planted mistake: what was accepted last is not remembered once the row has ended."""
 
     def forgetful(right: Any, self: Any, row: int, *args: Any) -> Any:
-        self._features.at[row][max(self._features.known[row] - 1, 0) :] = 0
+        self.features.at[row][max(self.features.known[row] - 1, 0) :] = 0
         return right(self, row, *args)
 
     head = trained_head("llava", kind)
-    changed(monkeypatch, HeadDraftSession, "load", forgetful)
+    changed(monkeypatch, HeadEntries, "load", forgetful)
     assert difference_in_second_turn("llava", head, "image", "image") > far(head)
 
 
@@ -447,8 +447,8 @@ def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: Patch) -> 
         under = engine(name, head, Recording(POLICIES["chain"]))
         session = under.open(1)
         under.generate([Request(prompt)], max_new_tokens=1, session=session)
-        assert drafting(session).cache.lengths == [expected - 1]
-        assert drafting(session).cache.capacity(0) < len(prompt) + 20 - (len(prompt) - expected)
+        assert entries_of(session).cache.lengths == [expected - 1]
+        assert entries_of(session).cache.capacity(0) < len(prompt) + 20 - (len(prompt) - expected)
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5, 0.25])
@@ -465,8 +465,8 @@ def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monk
     under = engine(name, head, POLICIES["chain"])
     session = under.open(1)
     under.generate([Request(prompt)], max_new_tokens=2, session=session)
-    own = drafting(session)
-    assert isinstance(own, DreamDraftSession)
+    own = entries_of(session)
+    assert isinstance(own, DreamEntries)
     assert (ran[0], own.cache.lengths, own.memory.lengths) == (words + kept - 1, [words + kept], [len(prompt)])
     assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 
@@ -477,10 +477,10 @@ def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
     session = under.open(1)
     (prompt,) = prompts(FAMILIES["llava"], FAMILIES["llava"].row_inputs("image", 0))
     under.generate([Request(prompt)], max_new_tokens=2, session=session)
-    own = drafting(session)
-    held = [cache.nbytes / cache.slots for cache in own._caches if cache.slots]
-    features = own._features.at[0]
-    assert own._drafter.facts.entry_bytes == sum(held) + features.nbytes / len(features)
+    own = entries_of(session)
+    held = [cache.nbytes / cache.slots for cache in own.caches if cache.slots]
+    features = own.features.at[0]
+    assert own.drafter.facts.entry_bytes == sum(held) + features.nbytes / len(features)
 
 
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: Patch) -> None:

@@ -98,11 +98,11 @@ def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_image_of_a_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted mistake: ViSpec's image vectors are looked up by place among the rows that are named."""
-    right = vispec.ViSpecDraftSession._embed
+    right = vispec.ViSpecEntries.inputs
 
     def by_place(self: Any, rows: Any, tokens: Any) -> Any:
         return right(self, range(len(rows)), tokens)
 
     under = engine(NAME, random_head(NAME, "vispec"), TREES[True])
-    monkeypatch.setattr(vispec.ViSpecDraftSession, "_embed", by_place)
+    monkeypatch.setattr(vispec.ViSpecEntries, "inputs", by_place)
     assert differs(under)

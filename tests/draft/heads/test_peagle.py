@@ -19,8 +19,8 @@ from families import FAMILIES
 from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, recorded, target
 from released_kit import CASES, KNOWN, drop, edit, randomised, release, reweigh, weighs
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
-from saccade.draft.heads.peagle import PEagle, PEagleDraftSession
-from saccade.draft.heads.session import HeadDraftSession
+from saccade.draft.heads.peagle import PEagle
+from saccade.draft.heads.session import HeadEntries
 from saccade.draft.heads.store import load_head
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Request
@@ -58,12 +58,12 @@ def test_every_level_is_what_the_files_say(case: str, policy: str, tmp_path: Pat
 
 
 def sees_the_future(patch: Patch) -> None:
-    right = HeadDraftSession._lay
+    right = HeadEntries.lay
 
-    def lay(self: Any, cache: Any, rows: Any, count: int, mask: Any) -> None:
+    def lay(self: Any, cache: Any, rows: Any, count: int, mask: Any, gap: Any = None) -> None:
         right(self, cache, rows, count, torch.ones(1, count, count, dtype=torch.bool) if count < 10 else mask)
 
-    patch.setattr(PEagleDraftSession, "_lay", lay)
+    patch.setattr(HeadEntries, "lay", lay)
 
 
 def masks_stay_in_the_cache(patch: Patch) -> None:
@@ -77,14 +77,14 @@ def masks_stay_in_the_cache(patch: Patch) -> None:
 
 
 def masks_one_position_late(patch: Patch) -> None:
-    right = HeadDraftSession._placed
+    right = HeadEntries.placed
 
     def placed(self: Any, rows: Any, count: int, gap: Any) -> Placement:
         at = right(self, rows, count, gap)
         late = torch.arange(count) >= count - 3
         return replace(at, positions=at.positions + late, last=(at.last or 0) + 1)
 
-    patch.setattr(PEagleDraftSession, "_placed", placed)
+    patch.setattr(HeadEntries, "placed", placed)
 
 
 def states_of_other_layers(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heads_kit import POLICIES, drafting, engine, random_head, touching_images
+from heads_kit import POLICIES, engine, entries_of, random_head, touching_images
 from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
 
@@ -70,10 +70,11 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
         session = under.open(1)
         for prompt in asked:
             under.generate([Request(prompt)], max_new_tokens=1, session=session)
-        images, latest = drafting(session)._images[0], drafting(session)._global[0]
+        entries = entries_of(session)
+        images, latest = entries._images[0], entries._global[0]
         assert torch.equal(latest, images[-1].vectors[-1])
         assert not torch.equal(latest, images[0].vectors[-1])
-        cache = drafting(session).cache
+        cache = entries.cache
         lengths.append(cache.lengths)
         guesses.append(torch.cat(cache.export(0)[0]))
     words = len(both) - sum(medium.n_tokens for medium in both.media)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from saccade.draft.heads.head import MOST, Attention, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.trees.policy import ConfidentGrowth, Frontier, Growth
+from saccade.draft.heads.session import BlockDraft, HeadEntries
+from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context
 from saccade.target_model.token_blocks import ALL, MaskPlan
+from saccade.tree import Emitted, Rows
 
 NEAR = "sliding_attention"  # kind of the layers with a window
 
@@ -134,19 +135,26 @@ class DFlash(Head):
             return super().words(tokens, target, dtype)
         return F.embedding(tokens, target.model.get_input_embeddings().weight).to(dtype) * scale
 
-    def remember(self, features: Tensor, over: Placement) -> None:
-        """Write the keys and values of features ``[B, N, d]`` of the context to the cache."""
-        for place, block in enumerate(self.stack):
-            cast("DFlashBlock", block).self_attn.remember(features, over, place)
-
     def forward(
-        self, features: Tensor | None, embeddings: Tensor, at: Placement, _: Step = 0, over: Placement | None = None
+        self,
+        features: Tensor | None,
+        embeddings: Tensor | None,
+        at: Placement,
+        _: Step = 0,
+        over: Placement | None = None,
     ) -> Tensor:
         """Return the states ``[B, N, d]`` of a block's tokens after the last norm.
+
+        Without a block, the keys and values of the features are written to the cache, and they are returned.
 
         Shapes: features ``[B, M, d]`` of a context that is not in the cache, at the places ``over`` together with the
         block; embeddings ``[B, N, d]`` of the last emitted token and the mask tokens.
         """
+        if embeddings is None:
+            assert features is not None
+            for place, block in enumerate(self.stack):
+                cast("DFlashBlock", block).self_attn.remember(features, at, place)
+            return features
         x = embeddings
         for block in self.stack:
             x = block(x, at, features, over)
@@ -179,61 +187,41 @@ class DFlash(Head):
         return tokens, tokens - 1
 
 
-class DFlashDraftSession(HeadDraftSession):
-    """Draft session of a head that drafts a block in one pass; trees of any policy grow from its slots' logits.
+class DFlashDraft(BlockDraft):
+    """A pass over the last emitted token and mask tokens, after the features of all tokens before them.
 
-    Confident chains end by the head's forecasts, where it has some.
+    A slot's logits may depend on the token before it, and confident chains end by the head's forecasts, if any.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        assert isinstance(drafter.head, DFlash)
-        self._block, options = drafter.head, drafter.head.config.options
-        self._slack = max(self._slack, options["block"])
-        self._fill = torch.full((1, options["block"] - 1), options["mask_token"], device=self._device)
-        self._near = MaskPlan(options["window"], ()) if options["windowed"] else None
-        seen = torch.ones(1, options["block"], options["block"], dtype=torch.bool, device=self._device)
-        self._seen = seen if options["ahead"] else seen.tril()
-        self._roots = self._slots = self._logits = torch.empty(0)  # [A, 1], [A, D, d] and [A, D, V] of this step
-        self._sure: Tensor | None = None  # [A, W] of the slot whose logits were read last
+    def __init__(self, head: DFlash, states: Tensor, logits: Tensor, roots: Tensor) -> None:
+        super().__init__(logits)
+        self._head, self._states, self._roots = head, states, roots
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
-        features = self._features.at[row][sources.to(self._device)][None]
-        self._lay(self.cache, [row], len(tokens), None)
-        self._block.remember(features, Placement(positions, cache=self.cache))
-        self.cache.commit([row], [range(len(tokens))])
-
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        super()._catch_up(rows, new)
-        self._roots = self._numbers.get([tokens[-1] for tokens in new])[:, None]
-        tokens = torch.cat([self._roots, self._fill.expand(len(rows), -1)], 1)
-        at = self._placed(rows, tokens.shape[1], None)
+    @classmethod
+    def begin(cls, entries: HeadEntries, rows: Rows, new: Emitted, limit: int) -> Self:
+        head, options = cast("DFlash", entries.head), entries.head.config.options
+        entries.catch_up(rows, new)
+        roots, count = entries.roots(new), options["block"]
         masks: dict[str, Tensor | None] = {ALL: None}
-        if self._near is not None:
-            lengths, like = [self.cache.lengths[row] for row in rows], self._like.dtype
-            near = self._near.build(
-                lengths, tokens.shape[1], dtype=like, device=self._device, attention_mask=self._seen
+        if options["windowed"]:
+            seen = torch.ones(1, count, count, dtype=torch.bool, device=entries.device)
+            lengths = [entries.cache.lengths[row] for row in rows]
+            near = MaskPlan(options["window"], ()).build(
+                lengths,
+                count,
+                dtype=entries.like.dtype,
+                device=entries.device,
+                attention_mask=seen if options["ahead"] else seen.tril(),
             )
             masks[NEAR] = near[ALL]
-        self.cache.plan_layout([(rows, tokens.shape[1], masks)])
-        states = self._block(None, self._words(tokens), at)
-        self._slots = states[:, self._block.first :][:, : self._drafter.policy.max_depth]
-        self._logits = self._drafter.logits(self._slots)
-        return self._slots[:, :1]
+        entries.cache.plan_layout([(rows, count, masks)])
+        words = entries.words(pad(roots, (0, count - 1), value=options["mask_token"]))
+        states = head(None, words, entries.placed(rows, count, None))
+        states = states[:, head.first :][:, : entries.drafter.policy.max_depth]
+        return cls(head, states, entries.drafter.logits(states), roots)
 
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
-        return self._slots[:, frontier.depth, None]
-
-    def _begun(self, growth: Growth) -> Growth:
-        if isinstance(growth, ConfidentGrowth):
-            growth.forecast = lambda: self._sure
-        return growth
-
-    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
+    def logits(self, frontier: Frontier | None) -> Tensor:
         depth, before = (0, self._roots) if frontier is None else (frontier.depth, frontier.tokens)
-        self._sure = self._block.confidence(states, before)
-        return self._block.corrected(self._logits[:, depth, None], states, before)
-
-    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
-        self._block.remember(features, at)
-        return features
+        state = self._states[:, depth, None]
+        self.forecast = self._head.confidence(state, before)
+        return self._head.corrected(super().logits(frontier), state, before)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.head import Attention, Block, GatedMLP, Head, HeadConfig, Placement, RMSNorm, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.heads.session import HeadDrafter, HeadEntries
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
@@ -77,7 +77,7 @@ class Dream(Head):
         self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0, over: Placement | None = None
     ) -> Tensor:
         """As in `Head.forward`, with features ``[B, M, d]`` at the places ``over``; one per entry by default."""
-        return self.finish(self.begin(embeddings, at), features, at, over or replace(at, cache=None))
+        return self.finish(self.begin(embeddings, at), features, at, over or replace(at, cache=at.memory))
 
     def begin(self, embeddings: Tensor, at: Placement) -> Tensor:
         """Return the stream ``[B, N, d]`` after the first block, before any feature."""
@@ -101,31 +101,27 @@ class Dream(Head):
         return self.norm(out) if self.is_released else out
 
 
-class DreamDraftSession(HeadDraftSession):
-    """Draft session of a DREAM head.
+class DreamEntries(HeadEntries):
+    """Entries of the tokens that stay, which bring features into a memory.
 
     Every entry brings the feature of the token before its own into the memory; entries of the prompt also bring those
     of the dropped tokens in between. An entry attends to its row's committed features and to those that its ancestors
     and itself brought in this step, never to a sibling's, which only the sibling's children bring.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        assert isinstance(drafter.head, Dream)
-        self._dream = drafter.head
-        self._pruning = drafter.head.pruning
+    memory: RowCache  # slot j holds token j
+
+    def __init__(self, drafter: HeadDrafter, rows: int, context: Context) -> None:
+        super().__init__(drafter, rows, context)
+        self._dream = cast("Dream", drafter.head)
+        self._pruning = self._dream.pruning
         self._dropped: list[list[int]] = [[] for _ in range(rows)]
-        self.memory = self._caches[1]  # of features; slot j holds token j
         self.memory.share_numbers(self.cache)
         if self._pruning.needs_attention:
-            target.requirements.add_attention(self._pruning.layers, "all")
+            context.requirements.add_attention(self._pruning.layers, "all")
 
-    def forget(self, row: int) -> None:
-        super().forget(row)
-        self._dropped[row] = []
-
-    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        self._dropped[row] = self._choose(row, prompt, prefill)
+    def choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
+        self._dropped[row] = self._unseen(row, prompt, prefill)
         seen = torch.ones(len(prompt), dtype=torch.bool)
         seen[self._dropped[row]] = False
         tokens = seen.nonzero()[:, 0]
@@ -135,9 +131,9 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.crop(row, int(tokens[held - 1]) if held else 0)
         return tokens, tokens - 1
 
-    def _choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> list[int]:
+    def _unseen(self, row: int, prompt: Prompt, prefill: PrefillResult) -> list[int]:
         """Return visual tokens without entries; those of a cached prefix do not change."""
-        family = self._drafter.target.family
+        family = self.target.family
         before = [place for place in self._dropped[row] if place < prefill.start]
         if not self._pruning.needs_attention or prefill.columns is None:
             return before
@@ -145,25 +141,22 @@ class DreamDraftSession(HeadDraftSession):
         # The last token always has an entry, which brings the features of all dropped tokens before it.
         return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
+    def read(self, row: int, tokens: Tensor, sources: Tensor, inputs: Tensor | None, positions: Tensor) -> None:
         first, last = self.memory.lengths[row], int(tokens[-1])
-        tokens = tokens.to(self._device)
+        tokens = tokens.to(self.device)
         # The released form's entry of the first token sees no feature before it, and so all alike, the last one too.
         stop = last + int(self._dream.is_released and first == 0)
-        places = torch.arange(first, stop, device=self._device)
-        self._lay(self.cache, [row], len(tokens), None)
-        mask = pad(additive((places < tokens[:, None])[None], self._like.dtype), (first, 0))
+        places = torch.arange(first, stop, device=self.device)
+        self.lay(self.cache, [row], len(tokens), None)
+        mask = pad(additive((places < tokens[:, None])[None], self.like.dtype), (first, 0))
         start = self.memory.start(row)
         span = Span(row, 0, len(tokens), start, stop, {ALL: mask})
         self.memory.layout = Layout([span], slice(start + first, start + stop), self.memory.slots)
         self.memory.pending[row] += len(places)
         at, over = Placement(positions, cache=self.cache), Placement(places[None], cache=self.memory)
-        self._dream(self._features.at[row][first:stop][None], embedded, at, over=over)
+        self._dream(self.features.at[row][first:stop][None], inputs, at, over=over)
         self.cache.commit([row], [range(len(tokens))])
         self.memory.commit([row], [range(last - first)])
-
-    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
-        return self._dream(features, embedded, at, step, Placement(at.positions, cache=self.memory))
 
 
 class CrossBlock(nn.Module):

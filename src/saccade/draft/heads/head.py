@@ -199,6 +199,7 @@ class Placement:
     attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
     cache: RowCache | Any = None  # of `Head.new_caches`
     last: int | None = None  # no position is greater, as far as the host knows; None if it does not
+    memory: RowCache | None = None  # cache of features, of a head that attends to them (DREAM)
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

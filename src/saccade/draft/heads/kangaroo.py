@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.head import Attention, Head, HeadConfig, Placement, RMSNorm, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.trees.policy import Frontier, Proposer
+from saccade.draft.heads.session import HeadEntries
+from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
-from saccade.target_model.context import Context
 from saccade.target_model.stock import final_norm
-from saccade.tree import DraftTree
+from saccade.tree import Emitted, Rows
 
 if TYPE_CHECKING:
     from saccade.target_model.adapter import Target
@@ -92,44 +91,35 @@ class Kangaroo(Head):
         nn.init.zeros_(self.norm.weight).add_(gain.to(self.norm.weight))
 
 
-class KangarooDraftSession(HeadDraftSession):
-    """Draft session of a Kangaroo head.
+class EarlyExitEntries(HeadEntries):
+    """Entries whose features the target's first layers compute, of the root and of draft tokens.
 
-    The first layers read the prompt from the target's cache. Root and draft tokens are pending entries there while a
-    tree grows, and are dropped before the target verifies it: its forward runs their first layers again.
+    These layers read the prompt from the target's cache. Root and draft tokens are pending entries there while a tree
+    grows, and are dropped before the target verifies it: its forward runs their first layers again.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        (self._layer,) = drafter.head.layers
-        self._depths: list[int] = []  # of the target's pending entries
-
-    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
+    def begin(self, row: int, capacity: int) -> None:
         super().begin(row, capacity)
-        self._context.cache.reserve(row, capacity + self._slack)  # a policy may run more nodes than it has verified
+        self.context.cache.reserve(row, capacity + self.slack)  # a policy may run more nodes than it has verified
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
-        self._depths = []
-        tree = super().propose(rows, new, proposer, limit)
-        self._context.cache.drop(rows)
-        return tree
+    def drop(self, rows: Rows) -> None:
+        super().drop(rows)
+        self.context.cache.drop(rows)
 
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        roots = self._numbers.get([tokens[-1] for tokens in new])[:, None]
-        states = self._early(rows, roots, None, 0)
+    def catch_up(self, rows: Rows, new: Emitted) -> Tensor:
+        self._run_depths: list[int] = []  # of the target's pending entries
+        states = self._early(rows, self.roots(new), None, 0)
         for place, (row, tokens) in enumerate(zip(rows, new, strict=True)):
-            self._features.store(row, self._features.known[row] + len(tokens) - 1, states[place])
-        return super()._catch_up(rows, new)
+            self.features.store(row, self.features.known[row] + len(tokens) - 1, states[place])
+        return super().catch_up(rows, new)
 
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
-        attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
-        states = self._early(rows, frontier.tokens, attention_mask, frontier.depth)
-        return self._forward(rows, states, frontier.tokens, frontier.attention_mask, frontier.depth - 1, 0)
+    def run_level(self, rows: Rows, frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
+        tokens, mask, depth = frontier.tokens, frontier.attention_mask, frontier.depth
+        states = self._early(rows, tokens, None if mask is None else pad(mask, (1, 0), value=True), depth)
+        return self.run(rows, states, tokens, mask, depth - 1, 0)
 
-    def _early(self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: int) -> Tensor:
+    def _early(self, rows: Rows, tokens: Tensor, attention_mask: Tensor | None, depth: int) -> Tensor:
         """``[A, W, d]`` states of pending tokens, ``attention_mask`` ``[A or 1, W, T]`` as in `Context.forward`."""
-        self._depths += [depth] * tokens.shape[1]
-        depths = self._numbers.get(self._depths)[None]
-        context, block = self._context, self._context.block(rows, tokens, attention_mask, depths)
-        return context.target.early_exit(context.cache, block, self._layer).to(self._like)
+        self._run_depths += [depth] * tokens.shape[1]
+        block = self.context.block(rows, tokens, attention_mask, self.numbers.get(self._run_depths)[None])
+        return self.target.early_exit(self.context.cache, block, self.head.layers[0]).to(self.like)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.head import Head, HeadConfig, Placement, RMSNorm, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.heads.session import Draft, HeadEntries
 from saccade.draft.trees.policy import Frontier
-from saccade.target_model.context import Context
 from saccade.tree import Emitted, Rows
 
 
@@ -142,43 +141,35 @@ class Hydra(StackedHead):
         return out
 
 
-class AheadDraftSession(HeadDraftSession):
-    """Draft session of a Medusa or Hydra head.
+class StackDraft(Draft):
+    """A stack per level, from the target's states ``[A, 1, d]`` at the tokens before the roots; no entries run.
 
-    One stack serves all nodes of a level. Medusa's predictions are the same below all nodes of a level, so that a tree
-    is the product of its stacks' likeliest tokens; Hydra's depend on the path.
+    Medusa's predictions are the same below all nodes of a level, so that a tree is the product of its stacks'
+    likeliest tokens; Hydra's depend on the path.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        assert isinstance(drafter.head, StackedHead)
-        self._follows = drafter.head.follows
-        self._before = torch.empty(0)  # [A, 1, d] the target's states at the tokens before the roots
-        self._ran: list[Tensor] = []  # tokens, root first
+    def __init__(self, entries: HeadEntries, before: Tensor, roots: Tensor) -> None:
+        self._drafter, self._entries = entries.drafter, entries
+        self._head = cast("StackedHead", entries.head)
+        self._before, self._ran = before, [roots]  # tokens, root first
 
-    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
-        """Run nothing; return the target's states ``[A, 1, d]`` at the tokens before the last ones."""
-        for row, tokens in zip(rows, new, strict=True):
-            self._features.known[row] += len(tokens)
-        return torch.stack([self._features.at[row][self._features.known[row] - 2, None] for row in rows])
+    @classmethod
+    def begin(cls, entries: HeadEntries, rows: Rows, new: Emitted, limit: int) -> Self:
+        entries.commit(rows, [len(tokens) for tokens in new])
+        features = entries.features
+        before = torch.stack([features.at[row][features.known[row] - 2, None] for row in rows])
+        return cls(entries, before, entries.roots(new))
 
-    def _catch_up(self, rows: Rows, new: Emitted) -> Tensor:
-        self._before = self._run_emitted(rows, new)
-        self._ran = [self._numbers.get([tokens[-1] for tokens in new])[:, None]]
-        return self._stack(self._ran[0][:, :, None])
-
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
-        if not self._follows:
-            out: Tensor = self._head(self._before, step=frontier.depth)
-            return out
-        self._ran.append(frontier.tokens)
-        return self._stack(paths_to(frontier, torch.cat(self._ran, 1)))
-
-    def _stack(self, paths: Tensor) -> Tensor:
-        """Return outputs ``[A, W or 1, d]`` after the last of the tokens ``[A, W, t + 1]``, root first."""
-        _, width, count = paths.shape
-        states = self._before.expand(-1, width, -1) if self._follows else self._before
-        return self._head(states, self._words(paths) if self._follows else None, step=count - 1)
+    def logits(self, frontier: Frontier | None) -> Tensor:
+        depth, width = (0, 1) if frontier is None else (frontier.depth, frontier.tokens.shape[1])
+        if not self._head.follows:
+            states = self._head(self._before, step=depth)
+            return self._drafter.logits(states, depth).expand(-1, width, -1)
+        if frontier is not None:
+            self._ran.append(frontier.tokens)
+        paths = self._ran[0][:, None] if frontier is None else paths_to(frontier, torch.cat(self._ran, 1))
+        states = self._head(self._before.expand(-1, width, -1), self._entries.words(paths), step=depth)
+        return self._drafter.logits(states, depth)
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:

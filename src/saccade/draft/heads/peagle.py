@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,9 @@ from torch.nn.functional import pad
 
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Block, HeadConfig, Placement, Step
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.draft.trees.policy import Frontier, Proposer
+from saccade.draft.heads.session import BlockDraft, HeadEntries
 from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context
-from saccade.tree import DraftTree, Emitted, Rows, at_nodes
+from saccade.tree import Emitted, Rows, at_nodes
 
 
 class PEagle(Eagle3):
@@ -72,58 +70,26 @@ class PEagle(Eagle3):
         return words
 
 
-class PEagleDraftSession(HeadDraftSession):
-    """Draft session of a P-EAGLE head.
+class PEagleDraft(BlockDraft):
+    """The forward over the tokens emitted last ends with masks, as many as there are levels below the first.
 
-    The forward over the tokens emitted last ends with masks, as many as there are levels below the first. Its outputs
-    at the last token and at the masks are the drafts of all levels; the masks' entries are dropped.
+    Its outputs at the last token and at the masks are the drafts of all levels; the masks' entries are dropped.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        self._levels = drafter.policy.max_depth  # that the step drafts
-        self._slack = drafter.policy.max_nodes + drafter.policy.max_depth  # no nodes run
-        self._counts: list[int] = []  # of tokens that the rows emitted last
-        self._drafted = torch.empty(0)  # `[A, levels, d]` outputs, then `[A, levels, V]` logits
-
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
-        policy = self._drafter.policy
-        self._levels = policy.max_depth
-        if policy.can_sample:  # as `grow` does
-            self._levels = max(min(self._levels, limit), 1)
-        return super().propose(rows, new, proposer, limit)
-
-    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
-        self._counts = [len(tokens) for tokens in new]
-        return super()._run_emitted(rows, new)
-
-    def _forward(
-        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
-    ) -> Tensor:
-        """Run the tokens that every row emitted last, and masks right after them."""
-        width, masks = tokens.shape[1], self._levels - 1
-        is_ragged = min(self._counts) < width
-        counts = self._numbers.get(self._counts)[:, None] if is_ragged else width
-        place = torch.arange(width + masks, device=self._device)[None]
-        at = self._placed(rows, width + masks, None)
-        self._lay(self.cache, rows, width + masks, None)
-        hidden: Tensor = self._head(
-            pad(features, (0, 0, 0, masks)),
-            pad(self._words(tokens), (0, 0, 0, masks)),
-            at,
-            place >= counts,
+    @classmethod
+    def begin(cls, entries: HeadEntries, rows: Rows, new: Emitted, limit: int) -> Self:
+        policy, tokens, counts = entries.drafter.policy, entries.emitted(new), [len(each) for each in new]
+        levels = max(min(policy.max_depth, limit), 1) if policy.can_sample else policy.max_depth  # as `grow` does
+        width, masks = tokens.shape[1], levels - 1
+        is_ragged = min(counts) < width
+        ends = entries.numbers.get(counts)[:, None] if is_ragged else width
+        place = torch.arange(width + masks, device=entries.device)[None]
+        hidden: Tensor = entries.head(
+            pad(torch.stack(entries.features.latest(rows, width)), (0, 0, 0, masks)),
+            pad(entries.words(tokens), (0, 0, 0, masks)),
+            entries.place(rows, width + masks, None, None),
+            place >= ends,
         )
-        if is_ragged:
-            self._drafted = at_nodes(hidden, counts - 1 + place[:, : masks + 1])
-        else:
-            self._drafted = hidden[:, width - 1 :]
-        return hidden
-
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
-        """All levels ran with the first."""
-        return ran[0]
-
-    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
-        if frontier is None:
-            self._drafted = self._drafter.logits(self._drafted)
-        return self._drafted[:, 0 if frontier is None else frontier.depth, None]
+        entries.commit(rows, counts)
+        drafted = at_nodes(hidden, ends - 1 + place[:, :levels]) if is_ragged else hidden[:, width - 1 :]
+        return cls(entries.drafter.logits(drafted))

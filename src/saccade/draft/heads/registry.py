@@ -19,13 +19,14 @@ from saccade.wording import unknown_name
 class HeadKind:
     """Parts of one kind of head.
 
-    Classes are ``module.Class`` within `saccade.draft.heads` (head, session) or `saccade.train.objectives` (objective,
-    feeder), or ``package.module:Class`` anywhere else.
+    Classes are ``module.Class`` within `saccade.draft.heads` (head, draft, entries) or `saccade.train.objectives`
+    (objective, feeder), or ``package.module:Class`` anywhere else.
     """
 
     head: str  # `saccade.draft.heads.head.Head`
     objective: str  # `saccade.train.objectives.losses.Objective`, a dataclass of the loss's settings
-    session: str = "session.HeadDraftSession"  # `saccade.draft.drafter.DraftSession`
+    draft: str = "session.LevelDraft"  # `saccade.draft.heads.session.Draft`: the logits of every level
+    entries: str = "session.HeadEntries"  # `saccade.draft.heads.session.HeadEntries`: what it reads of the target
     feeder: str = "entries.Feeder"  # `saccade.train.objectives.entries.Feeder`
     recipe: str = ""  # built-in recipe that the kind is trained with; the one of its own name when empty
     summary: str = ""
@@ -52,7 +53,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "peagle": HeadKind(
         "peagle.PEagle",
         "peagle.PEagleObjective",
-        "peagle.PEagleDraftSession",
+        draft="peagle.PEagleDraft",
         summary="EAGLE-3's head, whose masks draft all levels in one forward; the likeliest paths of these",
         source="P-EAGLE: Parallel-Drafting EAGLE with Scalable Training; vllm-project/speculators, models/peagle",
         settings={"tree": "oneshot", "tree=oneshot": {"max_depth": 8}},
@@ -68,7 +69,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "vispec": HeadKind(
         "vispec.ViSpec",
         "heads.Eagle2Objective",
-        "vispec.ViSpecDraftSession",
+        entries="vispec.ViSpecEntries",
         recipe="eagle2",
         summary="EAGLE-2's head, with each image compressed to one entry and one vector for all later text",
         source="Kang et al. 2025, ViSpec, Section 3; its tree as HiViS, Table 5, reports it",
@@ -84,8 +85,8 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dream": HeadKind(
         "dream.Dream",
         "dream.DreamObjective",
-        "dream.DreamDraftSession",
-        "dream.DreamFeeder",
+        entries="dream.DreamEntries",
+        feeder="dream.DreamFeeder",
         summary="a trained head attends to the target's states of all tokens and keeps a share of the visual ones",
         source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
         settings={"tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
@@ -94,7 +95,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "medusa": HeadKind(
         "medusa.Medusa",
         "heads.AheadObjective",
-        "medusa.AheadDraftSession",
+        draft="medusa.StackDraft",
         summary="a trained head drafts every token of a static tree from the target's last state alone",
         source="Cai et al. 2024, Medusa, Section 2.1; SpecVLM's tree; tree=oneshot grows the likeliest paths instead",
         settings={"tree": "static", "tree=dynamic": {"max_depth": 5}},
@@ -102,7 +103,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "hydra": HeadKind(
         "medusa.Hydra",
         "heads.AheadObjective",
-        "medusa.AheadDraftSession",
+        draft="medusa.StackDraft",
         recipe="medusa",
         summary="Medusa's head, with each draft token conditioned on those before it",
         source="Ankner et al. 2024, Hydra, Section 3; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
@@ -111,7 +112,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "kangaroo": HeadKind(
         "kangaroo.Kangaroo",
         "heads.KangarooObjective",
-        "kangaroo.KangarooDraftSession",
+        entries="kangaroo.EarlyExitEntries",
         summary="the target's own first layers and a trained adapter draft a chain, up to a token of low confidence",
         source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
         settings={"tree": "confident", "gamma": 6},
@@ -119,8 +120,8 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dspark": HeadKind(
         "dspark.DSpark",
         "denoising.DFlashObjective",
-        "dflash.DFlashDraftSession",
-        "denoising.DFlashFeeder",
+        draft="dflash.DFlashDraft",
+        feeder="denoising.DFlashFeeder",
         recipe="dflash",
         summary="DFlash's head, with each draft token corrected by the one before it, and forecasts of acceptance",
         source="DSpark, as speculators and SpecForge release it",
@@ -129,8 +130,8 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dflash": HeadKind(
         "dflash.DFlash",
         "denoising.DFlashObjective",
-        "dflash.DFlashDraftSession",
-        "denoising.DFlashFeeder",
+        draft="dflash.DFlashDraft",
+        feeder="denoising.DFlashFeeder",
         summary="a trained head denoises a block of mask tokens in one pass over the target's states",
         source="Chen et al. 2026, DFlash",
         settings={"tree": "oneshot", "tree=chain": {"gamma": 7}},
@@ -138,8 +139,8 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dflash2": HeadKind(
         "dflash2.DFlash2",
         "denoising.DFlash2Objective",
-        "dflash.DFlashDraftSession",
-        "denoising.DFlashFeeder",
+        draft="dflash.DFlashDraft",
+        feeder="denoising.DFlashFeeder",
         recipe="dflash",
         summary="DFlash's head with convolutions along the block, and candidates chosen by the token before",
         source="DFlash 2, as z-lab and speculators release it",
@@ -155,11 +156,11 @@ def head_class(kind: str) -> type[Any]:
 
 
 def part_of(kind: str, part: str) -> type[Any]:
-    """The class of a kind's ``head``, ``session``, ``objective`` or ``feeder``; `ModelError` for other kinds."""
+    """The class of a kind's part, a field of `HeadKind`; `ModelError` for other kinds."""
     if kind not in HEAD_KINDS:
         raise ModelError(f"There is no drafter head of the kind {unknown_name(kind, HEAD_KINDS)}.")
     name: str = getattr(HEAD_KINDS[kind], part)
-    package = "saccade.draft.heads" if part in ("head", "session") else "saccade.train.objectives"
+    package = "saccade.draft.heads" if part in ("head", "draft", "entries") else "saccade.train.objectives"
     module, _, attribute = name.partition(":") if ":" in name else f"{package}.{name}".rpartition(".")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from saccade.draft.captured import Capture, CapturedDraft, Drafted, DraftGraphs,
 from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.head import FusedHead, Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
-from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
+from saccade.draft.trees.policy import ConfidentGrowth, Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families.family import Prompt
 from saccade.target_model import fusing
@@ -62,14 +63,14 @@ class HeadDrafter(Drafter):
         scaling = LogitMap() if head.has_lm_head else logit_map(target)
         self._map = None if scaling == LogitMap() else scaling
         kind = HEAD_KINDS.get(head.kind)
-        self._session: Any = HeadDraftSession if kind is None else part_of(head.kind, "session")
+        self.entries: type[HeadEntries] = HeadEntries if kind is None else part_of(head.kind, "entries")
+        self.draft: type[Draft] = LevelDraft if kind is None else part_of(head.kind, "draft")
         is_plain = all(type(p) in fusing.WEIGHTS and p.device == target.device for p in head.parameters())
         self.is_captured = kind is not None and kind.captured and is_plain and reserve(target, policy)
         self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        session: DraftSession = self._session(self, rows, target)
-        return session
+        return HeadDraftSession(self, rows, target)
 
     def judge(self, verdict: Verdict) -> None:
         """Count a step's accepted tokens, and warn once if too few of the first drafts' were accepted."""
@@ -136,151 +137,395 @@ class TargetFeatures:
         return [self.at[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
 
 
-class HeadDraftSession(DraftSession):
-    """KV cache of a head, and the target's states for its entries.
+class HeadEntries:
+    """A head's entries: the features that they get, their KV caches and positions.
 
-    A step starts with one forward over the tokens emitted last, with the target's own states: entries of draft tokens,
-    computed from the head's states, are dropped, and accepted tokens run again. Below the root every node gets its
-    parent's output.
+    Entries of prompts and of emitted tokens get the target's states and stay. Those of draft tokens get the head's
+    outputs and are dropped; accepted tokens run again.
     """
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        self._drafter, self._context, self._head = drafter, target, drafter.head
-        self._device = drafter.target.device
-        self._shaping = drafter.policy.open(rows, self._device)
-        self._features = TargetFeatures(self._head, rows)
-        self._like = self._features.like
-        self._slack = drafter.policy.max_run + drafter.policy.max_nodes
-        self._order = torch.arange(self._slack + 1, device=self._device)
-        self._caches, drafter.spare = drafter.spare, []  # those with an entry per token run
-        if self._caches and self._caches[0].rows == rows:
-            for cache in self._caches:
+    def __init__(self, drafter: HeadDrafter, rows: int, context: Context) -> None:
+        self.drafter, self.head, self.context = drafter, drafter.head, context
+        self.target, policy = drafter.target, drafter.policy
+        self.device = self.target.device
+        self.features = TargetFeatures(self.head, rows)
+        self.like = self.features.like
+        # A row's pending entries, of levels or of a block, and the tokens emitted last padded to the longest row's.
+        self.slack = policy.max_nodes + max(policy.max_run, policy.max_depth, self.head.reach or 0)
+        self._order = torch.arange(self.slack + 1, device=self.device)
+        self.caches, drafter.spare = drafter.spare, []  # those with an entry per token run
+        if self.caches and self.caches[0].rows == rows:
+            for cache in self.caches:
                 cache.reset()
         else:
-            self._caches = self._head.new_caches(rows)
+            self.caches = self.head.new_caches(rows)
         if drafter.is_captured:
-            weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
-        self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
-        self._fixed: CapturedDraft | None = None  # that is being captured
+            weakref.finalize(self, setattr, drafter, "spare", self.caches).atexit = False
+        self.cache: RowCache = self.caches[0]  # of the head; one entry per visible token but the first
+        self.memory: RowCache | None = self.caches[1] if len(self.caches) > 1 else None
+        self.fixed: CapturedDraft | None = None  # that is being captured
+        self._masks = MaskPlan(self.head.window, ())
+        self._depths: list[int] = []  # of the pending entries, where a window needs them
+        if not self.head.blocks:  # a cache without layers has no device
+            self.cache.numbers = context.cache.numbers
+        self.numbers = self.cache.share_numbers(context.cache)
+        self._room = [0] * rows
+        self.prompts = [0] * rows  # length of each row's last prompt
+        self._ahead = [0] * rows  # offset from the number of entries to the next one's position
+        context.requirements.add_layers(*self.head.layers)
+        context.requirements.embeddings |= self.head.is_shown_visual
+
+    def begin(self, row: int, capacity: int) -> None:
+        """Make room for a row of ``capacity`` tokens."""
+        self._room[row] = capacity
+        policy = self.drafter.policy
+        self.features.reserve(row, capacity + policy.max_nodes + policy.max_depth)
+        for cache in self.caches[1:]:  # the first one when its entries are known
+            cache.reserve(row, capacity + self.slack)
+
+    def forget(self, row: int) -> None:
+        for cache in self.caches:
+            cache.release(row)
+        self.prompts[row] = self._ahead[row] = 0
+        self.features.forget(row)
+
+    def drop(self, rows: Rows) -> None:
+        """Drop the entries of draft tokens."""
+        for cache in self.caches:
+            cache.drop(rows)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def resume(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
+        """Keep a prompt's features; return its entries as of `choose`, of which those of the cached prefix stay."""
+        self.features.store(row, prefill.start, self.features.fused(prefill))
+        tokens, sources = self.choose(row, prompt, prefill)
+        self.cache.crop(row, int((tokens < prefill.start).sum()))
+        self.prompts[row] = len(prompt)
+        return tokens, sources
+
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """Run the entries of a prompt that are not cached."""
+        tokens, sources = self.resume(row, prompt, prefill)
+        positions = self._positions(row, prompt, tokens.to(self.device))
+        count, held = len(prompt), self.cache.lengths[row]
+        self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self.slack)
+        inputs = self.prompt_inputs(row, prompt, prefill, tokens[held:]) if self.head.reads_words else None
+        for at in range(held, len(tokens), CHUNK) if self.head.reads_prompt else ():
+            part = slice(at, at + CHUNK)
+            chunk = None if inputs is None else inputs[:, at - held : at - held + CHUNK]
+            self.read(row, tokens[part], sources[part], chunk, positions[..., part])
+        self.features.known[row] = count
+        # The first answer token's feature is the one that `Head.entries` chooses.
+        (source,) = self.head.entries(pad(self.visual(prompt), (0, 1)))[1][-1:].tolist() or [count - 1]
+        if source < count:
+            self.features.at[row][count - 1] = self.features.at[row][source]
+
+    def visual(self, prompt: Prompt) -> Tensor:
+        return self.target.family.visual_mask(prompt.ids)
+
+    def stops(self, prompt: Prompt) -> list[int]:
+        """The tokens after the media: a later turn may start between two adjacent ones."""
+        return [stop for _, stop in self.target.family.media_spans(prompt)]
+
+    def choose(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
+        """As `Head.entries`, for a prompt that the target has read."""
+        return self.head.entries(self.visual(prompt), self.stops(prompt))
+
+    def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """Positions ``[1, E]``, or ``[3, 1, E]`` with M-RoPE, of a prompt's entries; prepares those after it."""
+        if self.head.positions == "entries":
+            return torch.arange(len(tokens), device=self.device)[None]
+        ids = torch.tensor([prompt.ids], device=self.device)
+        if self.head.positions == "target":
+            positions, self._ahead[row] = self.target.positions(ids, prompt)
+            if positions is not None:
+                return positions[..., tokens - self.head.lag]
+        self._ahead[row] = len(prompt) - self.head.lag - len(tokens)
+        return (tokens - self.head.lag)[None]
+
+    def prompt_inputs(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
+        """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""
+        places = tokens.tolist()
+        ids = [prompt.ids[place] for place in places]
+        inputs = self.words(on_device([ids], self.device))
+        new = [place - prefill.start for place in places if place >= prefill.start]
+        if not self.head.is_shown_visual or not prompt.media or not new:
+            return inputs
+        decoded = self.decoder_inputs(prefill)
+        inputs[0, len(places) - len(new) :] = decoded[on_device(new, decoded.device)].to(inputs)
+        return inputs
+
+    def decoder_inputs(self, prefill: PrefillResult) -> Tensor:
+        """Return the target decoder's inputs ``[S - start, d]``."""
+        if prefill.embeddings is None:
+            raise ModelError(
+                f"{type(self.target.decoder).__name__} gets no embeddings in a known way, which a head "
+                "that sees visual tokens needs; use a head that hides them."
+            )
+        return prefill.embeddings
+
+    def read(self, row: int, tokens: Tensor, sources: Tensor, inputs: Tensor | None, positions: Tensor) -> None:
+        """Run and commit the next entries of a row's prompt, with inputs ``[1, N, d]`` where the head reads words."""
+        features = read_at(self.features.at[row], sources.to(self.device))[None]
+        self.lay(self.cache, [row], len(tokens), None)
+        self.head(features, inputs, Placement(positions, cache=self.cache))
+        self.cache.commit([row], [range(len(tokens))])
+
+    # -- emitted and draft tokens ------------------------------------------------------------------------------
+
+    def send_numbers(self, rows: Rows, new: Emitted) -> None:
+        """Send the integers that drafting and verification need on the device in one transfer."""
+        parts = [_padded(new), tuple(tokens[-1] for tokens in new), *self.context.numbers_of(rows)]
+        if len(rows) > 1:
+            counts = [len(tokens) for tokens in new]
+            parts.append(tuple(counts))
+            firsts = self.next_positions(rows)
+            parts += [tuple(firsts), tuple(first + count for first, count in zip(firsts, counts, strict=True))]
+            for cache in self.caches:
+                lengths = [cache.lengths[row] for row in rows]
+                parts += [cache.ends(rows), cache.ends(rows, counts), tuple(lengths)]
+                parts.append(tuple(held + more for held, more in zip(lengths, counts, strict=True)))
+        self.numbers.send(parts)
+
+    def read_late(self, row: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Read what a row emitted while it was not drafted for, but for the last token; return what is left."""
+        if len(tokens) <= self.drafter.policy.max_depth + 1:
+            return tokens
+        for at in range(0, len(tokens) - 1, CHUNK):
+            part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
+            if self.head.reads_prompt:
+                self._run_emitted([row], [part])
+            self.commit([row], [len(part)])
+        return tokens[-1:]
+
+    def catch_up(self, rows: Rows, new: Emitted) -> Tensor:
+        """Run and commit the tokens that every row emitted last; return the roots' outputs ``[A, 1, d]``."""
+        hidden, counts = self._run_emitted(rows, new), [len(tokens) for tokens in new]
+        self.commit(rows, counts)
+        if min(counts) == max(counts):
+            return hidden[:, -1:]
+        last = self.numbers.get(counts) - 1
+        return at_nodes(hidden, last[:, None])
+
+    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
+        """Run tokens with the target's states; their outputs ``[A, N, d]``, padded."""
+        tokens = self.emitted(new)
+        features = torch.stack(self.features.latest(rows, tokens.shape[1]))
+        return self.run(rows, features, tokens, None, None, 0)
+
+    def emitted(self, new: Emitted) -> Tensor:
+        """Tokens ``[A, N]`` that every row emitted last, padded."""
+        return self.numbers.get(_padded(new)).view(len(new), -1)
+
+    def roots(self, new: Emitted) -> Tensor:
+        """``[A, 1]`` tokens below which trees grow."""
+        return self.numbers.get([tokens[-1] for tokens in new])[:, None]
+
+    def commit(self, rows: Rows, counts: Sequence[int]) -> None:
+        """Commit the entries of the tokens that every row emitted last."""
+        for cache in self.caches:
+            cache.commit(rows, [range(count) for count in counts])
+        for row, count in zip(rows, counts, strict=True):
+            self.features.known[row] += count
+
+    def run_level(self, rows: Rows, frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
+        """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
+        features, depth = parents_of(frontier, ran), frontier.depth
+        return self.run(rows, features, frontier.tokens, frontier.attention_mask, depth - 1, depth)
+
+    def run(
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
+    ) -> Tensor:
+        """Run pending entries of some rows; mask as of `Frontier`, ``gap`` as of `place`."""
+        at = self.place(rows, tokens.shape[1], mask, gap)
+        return self.head(features, self.inputs(rows, tokens), at, step)
+
+    def place(self, rows: Rows, count: int, mask: Tensor | None, gap: int | None) -> Placement:
+        """Lay out ``count`` pending entries per row, ``gap`` positions after the committed ones; None: in sequence."""
+        if self.fixed is not None:
+            positions = self.fixed.place(self.caches, count, mask, gap, self.like.dtype)
+            return Placement(positions, cache=self.cache, memory=self.memory, last=self.fixed.shape.last)
+        for cache in self.caches:
+            self.lay(cache, rows, count, mask, gap)
+        return self.placed(rows, count, gap)
+
+    def lay(self, cache: RowCache, rows: Rows, count: int, mask: Tensor | None, gap: int | None = None) -> None:
+        """Lay out the next forward's entries in a cache, with their masks; arguments as of `place`."""
+        lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
+        depth = None
+        if self._masks.window is not None and gap is not None:
+            self._depths = [*self._depths[:pending], *[gap] * count]
+            depth = torch.tensor([self._depths], device=self.device)
+        like = self.like.dtype
+        masks = self._masks.build(
+            lengths, count, dtype=like, device=self.device, pending=pending, attention_mask=mask, depth=depth
+        )
+        cache.plan_layout([(rows, count, masks)])
+
+    def next_positions(self, rows: Rows) -> list[int]:
+        """Position of every row's next entry."""
+        return [self.cache.lengths[row] + self._ahead[row] for row in rows]
+
+    def placed(self, rows: Rows, count: int, gap: int | None) -> Placement:
+        """Return the placement of ``count`` pending entries per row; ``gap`` as of `place`."""
+        firsts = self.next_positions(rows)
+        far = range(count) if gap is None else range(gap, gap + 1)
+        last = max(firsts) + far[-1]
+        if last >= len(self._order):
+            self._order = torch.arange(2 * last, device=self.device)
+        if min(firsts) < max(firsts):
+            positions = self.numbers.get(firsts)[:, None] + self._order[far.start : far.stop]
+        else:
+            positions = self._order[firsts[0] + far.start : firsts[0] + far.stop][None]
+        return Placement(positions.expand(len(rows), count), cache=self.cache, memory=self.memory, last=last)
+
+    def inputs(self, rows: Rows, tokens: Tensor) -> Tensor | None:
+        """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``, if it reads any."""
+        return self.words(tokens) if self.head.reads_words else None
+
+    def words(self, tokens: Tensor) -> Tensor:
+        return self.head.words(tokens, self.target, self.like.dtype)
+
+
+class Draft(ABC):
+    """One step's draft: the logits of a head for every level of trees that grow."""
+
+    forecast: Tensor | None = None  # `[A, W]` probabilities that the next tokens are accepted, of heads that know some
+
+    @classmethod
+    @abstractmethod
+    def begin(cls, entries: HeadEntries, rows: Rows, new: Emitted, limit: int) -> Self:
+        """Begin after the tokens that every row emitted last; no level deeper than ``limit`` can be emitted."""
+
+    @abstractmethod
+    def logits(self, frontier: Frontier | None) -> Tensor:
+        """Return the logits ``[A, W, V]`` after a frontier's nodes, or ``[A, 1, V]`` after the roots."""
+
+
+class LevelDraft(Draft):
+    """A forward per level, in which every node gets its parent's output."""
+
+    def __init__(self, entries: HeadEntries, rows: Rows, root: Tensor) -> None:
+        self._entries, self._rows = entries, rows
+        self.ran, self.frontiers = [root], list[Frontier]()
+
+    @classmethod
+    def begin(cls, entries: HeadEntries, rows: Rows, new: Emitted, limit: int) -> Self:
+        return cls(entries, rows, entries.catch_up(rows, new))
+
+    def logits(self, frontier: Frontier | None) -> Tensor:
+        if frontier is None:
+            return self._entries.drafter.logits(self.ran[0])
+        self.ran.append(self._entries.run_level(self._rows, frontier, self.ran))
+        self.frontiers.append(frontier)
+        return self._entries.drafter.logits(self.ran[-1], frontier.depth)
+
+    def pair(self, ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
+        """Logits of the last of other states, captured ones, and of what follows from those before it."""
+        logits, depth = self._entries.drafter.logits, 0 if frontier is None else frontier.depth
+        states = self.ran[0] if frontier is None else self._entries.run_level(self._rows, frontier, ran[:-1])
+        return logits(ran[-1], depth), logits(states, depth)
+
+
+class BlockDraft(Draft):
+    """One forward for all levels: the logits ``[A, D, V]`` of a block's slots."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def logits(self, frontier: Frontier | None) -> Tensor:
+        if frontier is None:
+            return self._logits[:, :1]
+        return self._logits[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)
+
+
+class HeadDraftSession(DraftSession):
+    """Drafts of a head, as CUDA graphs where those of its kind are captured."""
+
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        self._drafter = drafter
+        self._shaping = drafter.policy.open(rows, drafter.target.device)
+        self.entries = drafter.entries(drafter, rows, target)
         self._limit = 0  # of the last draft that a graph made
         self._next = Begun()
-        self._masks = MaskPlan(self._head.window, ())
-        self._depths: list[int] = []  # of the pending entries, where a window needs them
-        if not self._head.blocks:  # a cache without layers has no device
-            self.cache.numbers = target.cache.numbers
-        self._numbers = self.cache.share_numbers(target.cache)
-        self._room = [0] * rows
-        self._prompts = [0] * rows  # length of each row's last prompt
-        self._ahead = [0] * rows  # offset from the number of entries to the next one's position
-        target.requirements.add_layers(*self._head.layers)
-        target.requirements.embeddings |= self._head.is_shown_visual
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
-        self._room[row] = capacity
-        policy = self._drafter.policy
-        self._features.reserve(row, capacity + policy.max_nodes + policy.max_depth)
-        for cache in self._caches[1:]:  # the first one when its entries are known
-            cache.reserve(row, capacity + self._slack)
+        self.entries.begin(row, capacity)
 
     def forget(self, row: int) -> None:
         self._next.abandon(row)
-        for cache in self._caches:
-            cache.release(row)
-        self._prompts[row] = self._ahead[row] = 0
-        self._features.forget(row)
+        self.entries.forget(row)
         self._shaping.restart(row)
 
     @torch.inference_mode()
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._next.abandon(row)
-        self._features.store(row, prefill.start, self._features.fused(prefill))
-        tokens, _ = self._entries(row, prompt, prefill)
-        self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
-        self._prompts[row] = len(prompt)
+        self.entries.resume(row, prompt, prefill)
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None
         self._next.abandon(row)
         self._drafter.fused.refresh()
-        self._features.store(row, prefill.start, self._features.fused(prefill))
-        count = len(prompt)
-        tokens, sources = self._entries(row, prompt, prefill)
-        positions = self._positions(row, prompt, tokens.to(self._device))
-        self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
-        held = min(self.cache.lengths[row], int((tokens < prefill.start).sum()))
-        self.cache.crop(row, held)
-        embedded = self._embedded(row, prompt, prefill, tokens[held:]) if self._head.reads_words else None
-        for at in range(held, len(tokens), CHUNK) if self._head.reads_prompt else ():
-            part = slice(at, at + CHUNK)
-            inputs = None if embedded is None else embedded[:, at - held : at - held + CHUNK]
-            self._read(row, tokens[part], sources[part], inputs, positions[..., part])
-        if prefill.start < self._prompts[row]:  # not a later turn
+        if prefill.start < self.entries.prompts[row]:  # not a later turn
             self._shaping.restart(row)
-        self._prompts[row] = self._features.known[row] = count
-        # The first answer token's feature is the one that `Head.entries` chooses.
-        (source,) = self._head.entries(pad(self._visual(prompt), (0, 1)))[1][-1:].tolist() or [count - 1]
-        if source < count:
-            self._features.at[row][count - 1] = self._features.at[row][source]
+        self.entries.load(row, prompt, prefill)
         return WHOLE
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+    def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
+        entries = self.entries
         self._drafter.fused.refresh()
-        new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
+        new = [entries.read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
         begun, self._next = self._next, Begun()
         capture = self._capture(rows, proposer, limit)
         captured = None if capture is None else capture.draft(new, begun)
         self.can_begin = isinstance(captured, DraftTree)
         if isinstance(captured, DraftTree):
             self._limit = limit
-            self._pass(rows, [len(tokens) for tokens in new])
+            entries.commit(rows, [len(tokens) for tokens in new])
             return captured
-        self._send_numbers(rows, new)
-        root = self._catch_up(rows, new)  # [A, 1, d]
-        first = self._numbers.get([tokens[-1] for tokens in new])
-        if capture is not None and captured is not None and self._agrees(rows, root, first, capture, captured):
+        entries.send_numbers(rows, new)
+        draft, roots = self._drafter.draft.begin(entries, rows, new, limit), entries.roots(new)[:, 0]
+        if capture is not None and captured is not None and self._agrees(draft, rows, roots, capture, captured):
             tree = captured.tree()
         else:
-            tree = self._grown(rows, root, first, proposer, limit).tree
-        for cache in self._caches:
-            cache.drop(rows)
+            tree, _ = self._grown(draft, rows, roots, proposer, limit)
+        entries.drop(rows)
         return tree
 
-    def _grown(self, rows: Rows, root: Tensor, first: Tensor, proposer: Proposer, limit: int) -> Drafted:
-        """Grow trees from the roots' states ``[A, 1, d]`` and tokens ``[A]``."""
-        ran, frontiers = [root], list[Frontier]()
-
-        def run(frontier: Frontier) -> Tensor:
-            ran.append(self._run(rows, frontier, ran))
-            frontiers.append(frontier)
-            return self._scores(ran[-1], frontier).expand(-1, frontier.tokens.shape[1], -1)
-
-        growth = self._begun(self._shaping.begin(rows, first, proposer))
-        tree = grow(self._drafter.policy, growth, self._scores(root, None), run, limit, rows, proposer.guide)
-        return Drafted(tree, growth, ran, frontiers)
+    def _grown(
+        self, draft: Draft, rows: Rows, roots: Tensor, proposer: Proposer, limit: int
+    ) -> tuple[DraftTree, Growth]:
+        """Grow trees below their roots ``[A]``."""
+        growth = self._shaping.begin(rows, roots, proposer)
+        if isinstance(growth, ConfidentGrowth):
+            growth.forecast = lambda: draft.forecast
+        policy = self._drafter.policy
+        return grow(policy, growth, draft.logits(None), draft.logits, limit, rows, proposer.guide), growth
 
     def _capture(self, rows: Rows, proposer: Proposer, limit: int) -> Capture | None:
         """Return how drafts of these rows are captured; None where they are not."""
-        drafter = self._drafter
+        drafter, entries = self._drafter, self.entries
         executor = capturing(drafter.target, proposer) if drafter.is_captured else None
         moves = drafter.fused.moves() if executor is not None else None
         if executor is None or moves is None:
             return None
-        graphs = self.cache.graphs
+        graphs = entries.cache.graphs
         if graphs is None or graphs.pool is not executor:
-            graphs = self.cache.graphs = DraftGraphs(executor, drafter.policy)
+            graphs = entries.cache.graphs = DraftGraphs(executor, drafter.policy)
         return Capture(
             graphs,
-            self._caches,
+            entries.caches,
             rows,
-            [self.cache.lengths[row] + self._ahead[row] for row in rows],
+            entries.next_positions(rows),
             limit,
-            self._numbers,
-            self._context.numbers_of(rows),
-            min(self._like.dtype, drafter.target.dtype, key=lambda each: each.itemsize),
+            entries.numbers,
+            entries.context.numbers_of(rows),
+            min(entries.like.dtype, drafter.target.dtype, key=lambda each: each.itemsize),
             partial(self._fix, rows, limit),
-            self._features.latest(rows, graphs.width),
+            entries.features.latest(rows, graphs.width),
             moves,
         )
 
@@ -294,200 +539,34 @@ class HeadDraftSession(DraftSession):
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
         assert inputs.features is not None
-        self._fixed = inputs
+        self.entries.fixed = inputs
         try:
-            states = self._forward(rows, inputs.features, inputs.tokens, None, None, 0)
-            root, first = at_nodes(states, inputs.last), inputs.tokens.gather(1, inputs.last)[:, 0]
-            return self._grown(rows, root, first, TopProposer(), limit)
+            states = self.entries.run(rows, inputs.features, inputs.tokens, None, None, 0)
+            draft = LevelDraft(self.entries, rows, at_nodes(states, inputs.last))
+            roots = inputs.tokens.gather(1, inputs.last)[:, 0]
+            tree, growth = self._grown(draft, rows, roots, TopProposer(), limit)
+            return Drafted(tree, growth, draft.ran, draft.frontiers)
         finally:
-            self._fixed = None
+            self.entries.fixed = None
 
-    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, capture: Capture, captured: CapturedDraft) -> bool:
-        """Whether ordinary operations after the roots' states ``[A, 1, d]`` give a captured draft."""
-
-        def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
-            states = root if frontier is None else self._run(rows, frontier, ran[:-1])
-            return self._scores(ran[-1], frontier), self._scores(states, frontier)
-
-        return capture.agrees(self._shaping.begin(rows, first, TopProposer()), captured, pair)
-
-    def _begun(self, growth: Growth) -> Growth:
-        """Inform a step's trees of what the head knows beside its logits."""
-        return growth
-
-    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
-        """Return the logits ``[A, W or 1, V]`` of a frontier's states, or of the root's."""
-        return self._drafter.logits(states, 0 if frontier is None else frontier.depth)
+    def _agrees(self, draft: Draft, rows: Rows, roots: Tensor, capture: Capture, captured: CapturedDraft) -> bool:
+        """Whether ordinary operations give a captured draft."""
+        assert isinstance(draft, LevelDraft)
+        return capture.agrees(self._shaping.begin(rows, roots, TopProposer()), captured, draft.pair)
 
     @torch.inference_mode()
     def observe(
         self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
     ) -> None:
+        features, lengths = self.entries.features, self.entries.context.cache.lengths
         # Features beyond the accepted tokens are overwritten before they are read.
-        for row, along in zip(rows, self._features.fused(output, verdict.path), strict=True):
-            self._features.store(row, self._context.cache.lengths[row], along)
+        for row, along in zip(rows, features.fused(output, verdict.path), strict=True):
+            features.store(row, lengths[row], along)
         if not drafted:
             self._next = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
-
-    def _visual(self, prompt: Prompt) -> Tensor:
-        return self._drafter.target.family.visual_mask(prompt.ids)
-
-    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        """As `Head.entries`, for a prompt that the target has read."""
-        return self._head.entries(self._visual(prompt))
-
-    def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
-        """Positions ``[1, E]``, or ``[3, 1, E]`` with M-RoPE, of a prompt's entries; prepares those after it."""
-        if self._head.positions == "entries":
-            return torch.arange(len(tokens), device=self._device)[None]
-        ids = torch.tensor([prompt.ids], device=self._device)
-        if self._head.positions == "target":
-            positions, self._ahead[row] = self._drafter.target.positions(ids, prompt)
-            if positions is not None:
-                return positions[..., tokens - self._head.lag]
-        self._ahead[row] = len(prompt) - self._head.lag - len(tokens)
-        return (tokens - self._head.lag)[None]
-
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor | None, positions: Tensor) -> None:
-        """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]`` where the head reads words."""
-        features = read_at(self._features.at[row], sources.to(self._device))[None]
-        self._lay(self.cache, [row], len(tokens), None)
-        self._head(features, embedded, Placement(positions, cache=self.cache))
-        self.cache.commit([row], [range(len(tokens))])
-
-    def _lay(
-        self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None, gap: int | None = None
-    ) -> None:
-        """Lay out the next forward's entries in a cache, with their masks; ``gap`` as of `_forward`."""
-        lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
-        depth = None
-        if self._masks.window is not None and gap is not None:
-            self._depths = [*self._depths[:pending], *[gap] * count]
-            depth = torch.tensor([self._depths], device=self._device)
-        like = self._like.dtype
-        masks = self._masks.build(
-            lengths, count, dtype=like, device=self._device, pending=pending, attention_mask=attention_mask, depth=depth
-        )
-        cache.plan_layout([(rows, count, masks)])
-
-    def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
-        """Send the integers that drafting and verification need on the device in one transfer."""
-        parts = [_padded(new), tuple(tokens[-1] for tokens in new), *self._context.numbers_of(rows)]
-        if len(rows) > 1:
-            counts = [len(tokens) for tokens in new]
-            parts.append(tuple(counts))
-            firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-            parts += [tuple(firsts), tuple(first + count for first, count in zip(firsts, counts, strict=True))]
-            for cache in self._caches:
-                lengths = [cache.lengths[row] for row in rows]
-                parts += [cache.ends(rows), cache.ends(rows, counts), tuple(lengths)]
-                parts.append(tuple(held + more for held, more in zip(lengths, counts, strict=True)))
-        self._numbers.send(parts)
-
-    def _read_late(self, row: int, tokens: Sequence[int]) -> Sequence[int]:
-        """Read what a row emitted while it was not drafted for, but for the last token; return what is left."""
-        if len(tokens) <= self._drafter.policy.max_depth + 1:
-            return tokens
-        for at in range(0, len(tokens) - 1, CHUNK):
-            self._run_emitted([row], [tokens[at : min(at + CHUNK, len(tokens) - 1)]])
-        return tokens[-1:]
-
-    def _run_emitted(self, rows: Rows, new: Emitted) -> Tensor:
-        """Run the tokens that every row emitted last, with the target's states; their outputs ``[A, N, d]``, padded."""
-        counts = [len(tokens) for tokens in new]
-        width = max(counts)
-        tokens = self._numbers.get(_padded(new)).view(-1, width)
-        hidden = self._forward(rows, torch.stack(self._features.latest(rows, width)), tokens, None, None, 0)
-        self._pass(rows, counts)
-        return hidden
-
-    def _catch_up(self, rows: Rows, new: Emitted) -> Tensor:
-        """Run the tokens that every row emitted last; return the roots' outputs ``[A, 1, d]``."""
-        hidden, counts = self._run_emitted(rows, new), [len(tokens) for tokens in new]
-        width = max(counts)
-        if min(counts) == width:
-            return hidden[:, -1:]
-        last = self._numbers.get(counts) - 1
-        return at_nodes(hidden, last[:, None])
-
-    def _pass(self, rows: Rows, counts: Sequence[int]) -> None:
-        """Commit the entries of the tokens that every row emitted last."""
-        for cache in self._caches:
-            cache.commit(rows, [range(count) for count in counts])
-        for row, count in zip(rows, counts, strict=True):
-            self._features.known[row] += count
-
-    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
-        """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
-        return self._forward(
-            rows,
-            parents_of(frontier, ran),
-            frontier.tokens,
-            frontier.attention_mask,
-            frontier.depth - 1,
-            frontier.depth,
-        )
-
-    def _forward(
-        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
-    ) -> Tensor:
-        """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
-        if self._fixed is not None:
-            positions = self._fixed.place(self._caches, tokens.shape[1], mask, gap, self._like.dtype)
-            at = Placement(positions, cache=self.cache, last=self._fixed.shape.last)
-        else:
-            at = self._placed(rows, tokens.shape[1], gap)
-            for cache in self._caches:
-                self._lay(cache, rows, tokens.shape[1], mask, gap)
-        return self._outputs(features, self._embed(rows, tokens), at, step)
-
-    def _outputs(self, features: Tensor, embedded: Tensor | None, at: Placement, step: int) -> Tensor:
-        """Return the states ``[A, N, d]`` of laid out entries."""
-        return self._head(features, embedded, at, step)
-
-    def _placed(self, rows: Sequence[int], count: int, gap: int | None) -> Placement:
-        """Return the placement of ``count`` pending entries per row; ``gap`` as of `_forward`."""
-        firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-        far = range(count) if gap is None else range(gap, gap + 1)
-        last = max(firsts) + far[-1]
-        if last >= len(self._order):
-            self._order = torch.arange(2 * last, device=self._device)
-        if min(firsts) < max(firsts):
-            positions = self._numbers.get(firsts)[:, None] + self._order[far.start : far.stop]
-        else:
-            positions = self._order[firsts[0] + far.start : firsts[0] + far.stop][None]
-        return Placement(positions.expand(len(rows), count), cache=self.cache, last=last)
-
-    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor | None:
-        """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``, if it reads any."""
-        return self._words(tokens) if self._head.reads_words else None
-
-    def _words(self, tokens: Tensor) -> Tensor:
-        return self._head.words(tokens, self._drafter.target, self._like.dtype)
-
-    def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
-        """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""
-        places = tokens.tolist()
-        ids = [prompt.ids[place] for place in places]
-        embedded = self._words(on_device([ids], self._device))
-        new = [place - prefill.start for place in places if place >= prefill.start]
-        if not self._head.is_shown_visual or not prompt.media or not new:
-            return embedded
-        inputs = self._inputs(prefill)
-        embedded[0, len(places) - len(new) :] = inputs[on_device(new, inputs.device)].to(embedded)
-        return embedded
-
-    def _inputs(self, prefill: PrefillResult) -> Tensor:
-        """Return the target decoder's inputs ``[S - start, d]``."""
-        if prefill.embeddings is None:
-            raise ModelError(
-                f"{type(self._drafter.target.decoder).__name__} gets no embeddings in a known way, which a head "
-                "that sees visual tokens needs; use a head that hides them."
-            )
-        return prefill.embeddings
 
 
 def parents_of(frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:

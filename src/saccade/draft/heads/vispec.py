@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.dream import CrossBlock
 from saccade.draft.heads.head import LARGEST, Block, Head, HeadConfig, Placement, RMSNorm, Step, decoupled
-from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.heads.session import HeadDrafter, HeadEntries
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
+from saccade.tree import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,40 +155,28 @@ def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
     return list(zip(firsts, stops, strict=True))
 
 
-class ViSpecDraftSession(HeadDraftSession):
-    """Draft session of a ViSpec head."""
+class ViSpecEntries(HeadEntries):
+    """Entries with the vectors of a row's images in their inputs."""
 
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        assert isinstance(drafter.head, ViSpec)
-        self._vispec = drafter.head
+    def __init__(self, drafter: HeadDrafter, rows: int, context: Context) -> None:
+        super().__init__(drafter, rows, context)
+        self._vispec = cast("ViSpec", drafter.head)
         self._images: list[list[Image]] = [[] for _ in range(rows)]
-        self._global = self._like.new_zeros(rows, drafter.head.config.hidden_size)
+        self._global = self.like.new_zeros(rows, drafter.head.config.hidden_size)
 
-    def forget(self, row: int) -> None:
-        super().forget(row)
-        self._images[row] = []
-
-    def _stops(self, prompt: Prompt) -> list[int]:
-        """The tokens after the media: a later turn may start between two adjacent images, each compressed alone."""
-        return [stop for _, stop in self._drafter.target.family.media_spans(prompt)]
-
-    def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        return self._vispec.entries(self._visual(prompt), self._stops(prompt))
-
-    def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
+    def prompt_inputs(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         start = prefill.start
         images = [image for image in self._images[row] if image.stop <= start]
-        runs = [run for run in runs_of(self._visual(prompt), self._stops(prompt)) if run[1] > start]
+        runs = [run for run in runs_of(self.visual(prompt), self.stops(prompt)) if run[1] > start]
         if runs:
-            inputs = self._inputs(prefill).to(self._like)
+            inputs = self.decoder_inputs(prefill).to(self.like)
             images += [Image(a, b, self._vispec.adaptor(inputs[a - start : b - start])) for a, b in runs]
         self._images[row] = images
         self._global[row] = images[-1].vectors[-1] if images else 0
-        places = tokens.to(self._device)
-        words = self._words(torch.tensor(prompt.ids, device=self._device)[places])
+        places = tokens.to(self.device)
+        words = self.words(torch.tensor(prompt.ids, device=self.device)[places])
         return self._vispec.with_images(words, places, images)[None]
 
-    def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        vectors = self._global[self._numbers.get(rows)]
-        return torch.cat([self._words(tokens), vectors[:, None].expand(-1, tokens.shape[1], -1)], -1)
+    def inputs(self, rows: Rows, tokens: Tensor) -> Tensor:
+        vectors = self._global[self.numbers.get(rows)]
+        return torch.cat([self.words(tokens), vectors[:, None].expand(-1, tokens.shape[1], -1)], -1)
