@@ -35,7 +35,7 @@ from heads_kit import (
 )
 from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
-from saccade.draft.heads.dream import Dream, DreamEntries
+from saccade.draft.heads.dream import Dream, MemoryEntries
 from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.kangaroo import Kangaroo
 from saccade.draft.heads.registry import HEAD_KINDS
@@ -322,7 +322,7 @@ def own_feature_is_seen(patch: Patch) -> None:
         right(self, row, *args)
         self.features.at[row] = kept
 
-    changed(patch, DreamEntries, "read", late)
+    changed(patch, MemoryEntries, "read", late)
 
 
 def positions_without_gaps(patch: Patch) -> None:
@@ -349,7 +349,7 @@ def dropped_features_are_blind(patch: Patch) -> None:
         self.features.at[row][self._dropped[row]] = 0
         right(self, row, *args)
 
-    changed(patch, DreamEntries, "read", blind)
+    changed(patch, MemoryEntries, "read", blind)
 
 
 def states_of_the_token_before(patch: Patch) -> None:
@@ -466,7 +466,7 @@ def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monk
     session = under.open(1)
     under.generate([Request(prompt)], max_new_tokens=2, session=session)
     own = entries_of(session)
-    assert isinstance(own, DreamEntries)
+    assert isinstance(own, MemoryEntries)
     assert (ran[0], own.cache.lengths, own.memory.lengths) == (words + kept - 1, [words + kept], [len(prompt)])
     assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 

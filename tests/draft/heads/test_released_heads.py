@@ -17,7 +17,7 @@ from families import FAMILIES
 from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
 from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same, weighs
 from saccade.draft.heads import store
-from saccade.draft.heads.dream import DreamEntries
+from saccade.draft.heads.dream import MemoryEntries
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.session import HeadDrafter, HeadEntries
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
@@ -72,7 +72,7 @@ def test_a_released_head_drafts_what_its_files_say_and_comes_back_as_ours(case: 
     same(head, load_head(tmp_path / "ours", target(released.name)))
 
 
-def without_the_first(entries: DreamEntries, *args: Any) -> tuple[Tensor, Tensor]:
+def without_the_first(entries: MemoryEntries, *args: Any) -> tuple[Tensor, Tensor]:
     tokens, sources = RIGHT(entries, *args)
     return tokens[1:], sources[1:]
 
@@ -81,12 +81,12 @@ def by_number(entries: HeadEntries, row: int, prompt: Any, tokens: Tensor) -> Te
     return torch.arange(len(tokens))[None]
 
 
-RIGHT = DreamEntries.choose
+RIGHT = MemoryEntries.choose
 MISTAKES: dict[str, tuple[type, str, Any]] = {
     "eagle3-mrope": (HeadEntries, "_positions", by_number),
     "hivis-qwen": (HeadEntries, "_positions", by_number),
     "vispec": (HeadEntries, "_positions", by_number),
-    "dream": (DreamEntries, "choose", without_the_first),
+    "dream": (MemoryEntries, "choose", without_the_first),
 }
 
 

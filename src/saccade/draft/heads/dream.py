@@ -101,7 +101,7 @@ class Dream(Head):
         return self.norm(out) if self.is_released else out
 
 
-class DreamEntries(HeadEntries):
+class MemoryEntries(HeadEntries):
     """Entries of the tokens that stay, which bring features into a memory.
 
     Every entry brings the feature of the token before its own into the memory; entries of the prompt also bring those

@@ -85,7 +85,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
     "dream": HeadKind(
         "dream.Dream",
         "dream.DreamObjective",
-        entries="dream.DreamEntries",
+        entries="dream.MemoryEntries",
         feeder="dream.DreamFeeder",
         summary="a trained head attends to the target's states of all tokens and keeps a share of the visual ones",
         source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
