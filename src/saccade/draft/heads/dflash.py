@@ -205,9 +205,8 @@ class DFlashDraft(BlockDraft):
         masks: dict[str, Tensor | None] = {ALL: None}
         if options["windowed"]:
             seen = torch.ones(1, count, count, dtype=torch.bool, device=entries.device)
-            lengths = [entries.cache.lengths[row] for row in rows]
             near = MaskPlan(options["window"], ()).build(
-                lengths,
+                [entries.cache.lengths[row] for row in rows],
                 count,
                 dtype=entries.like.dtype,
                 device=entries.device,
@@ -224,4 +223,5 @@ class DFlashDraft(BlockDraft):
         depth, before = (0, self._roots) if frontier is None else (frontier.depth, frontier.tokens)
         state = self._states[:, depth, None]
         self.forecast = self._head.confidence(state, before)
-        return self._head.corrected(super().logits(frontier), state, before)
+        logits = self._head.corrected(self._logits[:, depth, None], state, before)
+        return logits.expand(-1, before.shape[1], -1)

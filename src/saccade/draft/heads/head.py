@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.options import make
-from saccade.target_model import fusing, linear
+from saccade.target_model import fusing
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
-from saccade.target_model.linear import Linear, pack_where_faster
+from saccade.target_model.linear import Linear, ModuleGuard, WeightWatch, pack_where_faster
 from saccade.target_model.token_blocks import ALL
 from saccade.target_model.traits import of_layer
 from saccade.wording import meant
@@ -362,28 +362,30 @@ class FusedHead:
     def __init__(self, head: nn.Module) -> None:
         self._head = head
         self._modules = [module for module in head.modules() if isinstance(module, Fusable)]
-        self._guard: linear.ModuleGuard | None = None
         self._moves = 0
-        self.refresh()
+        self._fuse()
 
     def moves(self) -> int | None:
-        """How often modules were replaced or weights moved, as far as was asked; None while there are hooks."""
-        if self._guard is None or not self._guard.is_current:
-            tensors = [*self._head.parameters(), *self._head.buffers()]
-            self._guard = linear.ModuleGuard(self._head, [self._head], tensors)
-            self._moves += 1
+        """How often modules were replaced or weights moved, as of `refresh`; None while there are hooks."""
         return self._moves if self._guard.is_current else None
+
+    def refresh(self) -> None:
+        """Fuse replaced weights, and pack weights again that were changed in place."""
+        if not self._guard.is_current:
+            self._fuse()
+        for product in self._watch.changed():
+            product.refresh()
 
     @torch.inference_mode(False)  # the weights may be trained later
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Fuse replaced weights, and pack weights again that were changed in place."""
+    def _fuse(self) -> None:
         fused = [product for module in self._modules for product in module.refresh()]
         if fused:
             pack_where_faster(fused)
-        for module in self._modules:
-            for product in module.products.values():
-                product.refresh()
+        self._watch = WeightWatch([product for module in self._modules for product in module.products.values()])
+        tensors = [*self._head.parameters(), *self._head.buffers()]
+        self._guard = ModuleGuard(self._head, [self._head], tensors)
+        self._moves += 1
 
 
 def _is_plain(layer: Any) -> bool:
@@ -475,9 +477,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int, kind: 
     """Attention ``[B, N, H * D]`` of queries ``[B, N, H, D]`` to cached keys and these ``[B, M, K, D]``."""
     batch, count, heads, dim = q.shape
     if isinstance(over.cache, RowCache):
-        q, k, v = (part.flatten(0, 1).transpose(0, 1) for part in (q, k, v))  # [H, B * N, D]
-        keys, values = over.cache.layers[place].write(k, v)
-        mixed: Tensor = over.cache.layout.attend(q, keys, values, dim**-0.5, kind)
+        # [H, B * N, D] each
+        keys, values = over.cache.layers[place].write(k.flatten(0, 1).transpose(0, 1), v.flatten(0, 1).transpose(0, 1))
+        mixed: Tensor = over.cache.layout.attend(q.flatten(0, 1).transpose(0, 1), keys, values, dim**-0.5, kind)
         return mixed.view(batch, count, -1)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, N, D]
     if over.cache is not None:

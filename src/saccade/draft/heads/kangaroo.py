@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from saccade.draft.heads.head import Attention, Head, HeadConfig, Placement, RMS
 from saccade.draft.heads.session import HeadEntries
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
+from saccade.target_model.adapter import Target
 from saccade.target_model.stock import final_norm
 from saccade.tree import Emitted, Rows
-
-if TYPE_CHECKING:
-    from saccade.target_model.adapter import Target
 
 
 class Kangaroo(Head):

@@ -382,7 +382,7 @@ class HeadEntries:
 
     def inputs(self, rows: Rows, tokens: Tensor) -> Tensor | None:
         """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``, if it reads any."""
-        return self.words(tokens) if self.head.reads_words else None
+        return self.head.words(tokens, self.target, self.like.dtype) if self.head.reads_words else None
 
     def words(self, tokens: Tensor) -> Tensor:
         return self.head.words(tokens, self.target, self.like.dtype)
@@ -488,9 +488,12 @@ class HeadDraftSession(DraftSession):
             return captured
         entries.send_numbers(rows, new)
         draft, roots = self._drafter.draft.begin(entries, rows, new, limit), entries.roots(new)[:, 0]
-        if capture is not None and captured is not None and self._agrees(draft, rows, roots, capture, captured):
-            tree = captured.tree()
-        else:
+        tree = None
+        if capture is not None and captured is not None:  # to be compared with ordinary operations
+            assert isinstance(draft, LevelDraft)
+            if capture.agrees(self._shaping.begin(rows, roots, TopProposer()), captured, draft.pair):
+                tree = captured.tree()
+        if tree is None:
             tree, _ = self._grown(draft, rows, roots, proposer, limit)
         entries.drop(rows)
         return tree
@@ -549,11 +552,6 @@ class HeadDraftSession(DraftSession):
         finally:
             self.entries.fixed = None
 
-    def _agrees(self, draft: Draft, rows: Rows, roots: Tensor, capture: Capture, captured: CapturedDraft) -> bool:
-        """Whether ordinary operations give a captured draft."""
-        assert isinstance(draft, LevelDraft)
-        return capture.agrees(self._shaping.begin(rows, roots, TopProposer()), captured, draft.pair)
-
     @torch.inference_mode()
     def observe(
         self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput, drafted: bool
@@ -583,7 +581,10 @@ def parents_of(frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
     return earlier.gather(1, parent)
 
 
-def _padded(new: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _padded(new: Emitted) -> tuple[int, ...]:
     """Return the rows' tokens one after the other, each row padded to the longest."""
-    width = max(map(len, new))
-    return tuple(token for tokens in new for token in (*tokens, *[0] * (width - len(tokens))))
+    width, padded = max(map(len, new)), list[int]()
+    for tokens in new:
+        padded += tokens
+        padded += [0] * (width - len(tokens))
+    return tuple(padded)
