@@ -17,7 +17,8 @@ from conftest import THINKER
 from saccade import load
 from saccade.serve.configuration import ModelEntry
 from saccade.serve.decoding import ThoughtBudget
-from saccade.serve.tools import THOUGHTS, CallPolicy, ReplyFormat
+from saccade.serve.schemas import CallPolicy
+from saccade.serve.tools import THOUGHTS, ReplyFormat
 
 MARKS = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
