@@ -16,7 +16,7 @@ from checkpoints import llama, tokenizer, vlm
 from conftest import THINKER
 from saccade import load
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.decoding import ThoughtBudget
+from saccade.serve.logit_processors import ThoughtBudget
 from saccade.serve.schemas import CallPolicy
 from saccade.serve.tools import THOUGHTS, ReplyFormat
 

@@ -25,8 +25,8 @@ from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.methods.settings import GROUPS
 from saccade.serve.answers import Choice, StopText
 from saccade.serve.configuration import Limits, ModelEntry
-from saccade.serve.decoding import LogprobRecorder, Penalties, Planned, ThoughtBudget
-from saccade.serve.owner import Event, Job
+from saccade.serve.logit_processors import LogprobRecorder, Penalties, ThoughtBudget
+from saccade.serve.owner import Event, Job, Planned
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import (
