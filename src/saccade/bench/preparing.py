@@ -81,11 +81,10 @@ class Prepared:
 
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
-        target, drafter = self.spec.target, self.spec.drafter
         exact = {"executor": self.vlm.target.executor.name} | ({"exact": True} if self.vlm.target.exact else {})
-        facts = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
+        facts = {"target": model_facts(self.vlm.target.model, self.spec.target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
-            facts["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+            facts["drafter"] = model_facts(self.vlm.draft_model.model, self.spec.drafter or self.spec.target)
         facts["heads"] = {
             name: {
                 "name": name,
