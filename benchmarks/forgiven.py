@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import saccade
+from saccade.bench.premises import auc
 from saccade.bench.questions import FIRST_PICTURE
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
@@ -19,7 +20,6 @@ from saccade.engine import Engine, Request
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw, score
 from saccade.verify.loose import LVSpec, LVSpecJudge
-from tools.results.expectations import auc
 from tools.results.lexicon import is_scored
 
 LONGEST = 128  # tokens of an answer

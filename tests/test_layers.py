@@ -37,10 +37,10 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_324),
+    "cli": (("cli",), 2_403),
     "serve": (("serve",), 5_935),
     "training": (("train", "distill"), 4_967),
-    "measuring": (("bench", "theory", "memory_plan"), 4_142),
+    "measuring": (("bench", "theory", "memory_plan"), 4_572),
     "jobs": (("jobs", "data", "ray_cluster"), 2_397),
     "checkpoints": (("checkpoints", "evaluators"), 1_212),
     "pocket": (("pocket",), 1_455),
@@ -48,7 +48,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 29_082
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 54_990, 11_421
+TESTS, TOOLS = 54_990, 10_935
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.05
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

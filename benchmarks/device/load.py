@@ -24,7 +24,8 @@ from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.serve.configuration import Limits
-from saccade.serve.owner import Event, Job, Owner, Planned
+from saccade.serve.decoding import Planned
+from saccade.serve.owner import Event, Job, Owner
 
 CHANCES = (0.7, 0.9, 0.5)
 GAMMA = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,12 @@ import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.report import figures
-from saccade.model_spec import ModelSpec
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
 from tools.pocket.tokens import train_tokenizer
 
+sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
 TOWER = TowerShape(layers=1, width=32, mlp=48, heads=2)
 
 
@@ -59,7 +60,7 @@ def vlm(pair: tuple[str, str]) -> saccade.VLM:
 @pytest.fixture
 def prepared(vlm: saccade.VLM) -> Callable[..., Prepared]:
     """Makes a prepared suite; keyword arguments as in `suite`."""
-    return lambda **changes: prepare(suite(**changes), vlm, ModelSpec("tiny", "tinier"))
+    return lambda **changes: prepare(suite(**changes), vlm, ("tiny", "tinier"))
 
 
 @pytest.fixture

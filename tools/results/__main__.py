@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -94,8 +93,4 @@ def results(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["premises"]:
-        from tools.results.premises import app as premises
-
-        execute(premises, "python -m tools.results premises", sys.argv[2:])
     execute(app, "python -m tools.results")

@@ -6,7 +6,7 @@ weights of views over an answer (TABED, Figures 3 and 4), and how long a drafter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from saccade import theory
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
-from saccade.bench.metrics import Array, Estimate, bootstrap
+from saccade.bench.metrics import FEWEST_STEPS, Array, Estimate, correlation
 from saccade.bench.records import Record, RecordedRun
 from saccade.bench.report.figures import HEIGHT, INK, LINES, MARKERS, SERIES, WIDTH, Plot, figure, inline, legend
 from saccade.bench.report.tables import EMPTY, Cell, Column, Table, TableRow, estimate_cell
@@ -73,7 +73,6 @@ def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
 
 
 LAGS = (1, 2, 3, 4, 5)  # distances in steps at which certainty is compared with itself
-FEWEST_STEPS = 8  # least number of steps in an answer for its autocorrelation to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +123,6 @@ def persistences(run: RecordedRun) -> list[Persistence]:
 def _confidences(record: Record) -> Array:
     values = [tree.get("signals", {}).get("confidence", []) for tree in record.trees]
     return np.array([given[0] for given in values if given], np.float64)
-
-
-def correlation(series: Sequence[Array], lag: int, others: Sequence[Array] | None = None) -> Estimate:
-    """Pearson's coefficient of values and those (or ``others``) ``lag`` steps later in the same answer, pooled."""
-    sums = []
-    for values, later in zip(series, others or series, strict=True):
-        early, late = (values - values.mean())[:-lag], (later - later.mean())[lag:]
-        sums.append([(early * late).sum(), (early**2).sum(), (late**2).sum()])
-    table = np.array(sums)  # [answers, 3]
-
-    def statistic(taken: Array) -> Array:
-        product, early, late = table[taken].sum(1).T
-        scale = np.sqrt(early * late)
-        found: Array = np.divide(product, scale, out=np.full(len(taken), np.nan), where=scale > 0)
-        return found
-
-    return bootstrap(statistic, len(table))
 
 
 def step_times(run: RecordedRun) -> Table | None:

@@ -20,6 +20,7 @@ LEVEL = 0.95
 FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
 """Prompts below which no interval between prompts covers a median with probability `LEVEL`: smallest to largest value
 covers it with 1 - 2 / 2^n."""
+FEWEST_STEPS = 8  # least number of steps in an answer for its autocorrelation to count
 _NOT_STAGES = ("total", "decode", "inputs")
 """Entries of ``stats["seconds"]`` besides the stages of the total: sums, and the time of input preparation."""
 
@@ -69,6 +70,24 @@ def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Estimate | 
         return ratio
 
     return bootstrap(statistic, len(under))
+
+
+def correlation(series: Sequence[Array], lag: int) -> Estimate:
+    """Pearson's coefficient of values and those ``lag`` steps later in the same answer, pooled.
+
+    A series of n values without memory has -1/n, because its mean is of the same values.
+    """
+    centred = [values - values.mean() for values in series]
+    sums = [[(e[:-lag] * e[lag:]).sum(), (e[:-lag] ** 2).sum(), (e[lag:] ** 2).sum()] for e in centred]
+    table = np.array(sums)  # [answers, 3]
+
+    def statistic(taken: Array) -> Array:
+        product, early, late = table[taken].sum(1).T
+        scale = np.sqrt(early * late)
+        found: Array = np.divide(product, scale, out=np.full(len(taken), np.nan), where=scale > 0)
+        return found
+
+    return bootstrap(statistic, len(table))
 
 
 @dataclass(frozen=True, slots=True)

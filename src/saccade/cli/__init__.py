@@ -31,7 +31,7 @@ app = typer.Typer(
 for command in (
     *(generate.demo, generate.generate, chat.chat, batch.batch, serve.serve, methods.methods),
     *(bench.bench, bench.datasets, bench.tune, bench.report, bench.compare, batch.distill, train.train),
-    *(methods.inspect, methods.export, methods.predict, methods.doctor),
+    *(methods.inspect, methods.export, methods.predict, methods.premises, methods.doctor),
 ):
     app.command(command.__name__)(spread(command))
 

@@ -1,21 +1,27 @@
-"""Commands about methods, machine and checkpoints: `methods`, `predict`, `doctor`, `inspect` and `export`."""
+"""Commands about methods, pairs, machine and checkpoints: `methods`, `predict`, `premises`, `doctor`, `inspect`, ..."""
 
 from __future__ import annotations
 
 import json
 import platform
 import re
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import method_names, option, place_of
-from saccade.errors import InputError
-from saccade.wording import count, parse_value
+from saccade.cli.option_groups import PairOptions, method_names, option, place_of
+from saccade.errors import InputError, SaccadeError
+from saccade.wording import count, listed, parse_value
+
+if TYPE_CHECKING:
+    from saccade.draft.heads.head import Head
+    from saccade.vlm import VLM
 
 
 def methods(
@@ -136,6 +142,79 @@ def _measured(verify: str, tokens: int) -> dict[int, float]:
     if costs is None:
         raise InputError(f"The run in {verify} measured no costs of passes; give a number, such as 1.6.")
     return {n: seconds / costs.target[1] for n, seconds in costs.target.items()}
+
+
+def premises(
+    *,
+    prompts: str = option(
+        "scene,chart,receipt,line,video",
+        "Pocket tasks, .jsonl files and data sets, as of `saccade bench`.",
+        metavar="A,B,C",
+    ),
+    per_task: int = option(8, "Prompts of each.", "--count", min=1),
+    max_new_tokens: int = option(128, "Longest answer.", "-n", min=3),
+    seed: int = option(0, "Seed of the pocket's pictures.", min=0),
+    as_json: bool = option(False, "Print one JSON object.", "--json"),
+    models: PairOptions,
+) -> None:
+    """Measure on a pair what five papers rest on, and say which method to expect to win, before training anything.
+
+    The target answers every prompt once, and the draft VLM reads the answers. Each premise is printed with its numbers
+    and the rule: sizes of visual and text inputs (HiViS; attention to visual tokens, its Figure 3, is not measured),
+    whether the drafter's entropy lasts (SAGE), what depends on the pictures (LVSpec), whether views take turns
+    (TABED), and what a drafter's step costs (DREAM). No verdict is given on fewer than 12 answers.
+
+    The target must take pictures; the built-in pair is the default. Without a draft VLM, HiViS alone is judged.
+
+    Examples:
+
+    - `saccade premises --count 4`
+    - `saccade premises -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --prompts textvqa,mine.jsonl`
+    """
+    from saccade.bench.premises import PAPERS, measure
+    from saccade.bench.questions import gather
+    from saccade.bench.suites import parse
+    from saccade.pocket import WORLD
+
+    names = dict.fromkeys(name.strip() for name in prompts.split(",") if name.strip())
+    sources = {name: "task" if name in WORLD else "file" if name.endswith(".jsonl") else "dataset" for name in names}
+    tasks = [{"name": name, source: name} for name, source in sources.items()]
+    suite = parse({"tasks": tasks, "methods": ["plain"], "per_task": per_task, "seed": seed}, "premises", "--prompts")
+    asked = [question for group in gather(suite)[0].values() for question in group]
+    vlm = screen.load_models(replace(models, target=models.target or "pocket"))
+    if not vlm.target.family.visual_ids:
+        raise InputError("The target takes no pictures, which the premises are about; give a VLM with --target.")
+    with screen.progress("prompts") as update:
+        found, answers = measure(vlm, asked, max_new_tokens, _fresh_heads(vlm, ("hivis", "dream")), update)
+    if as_json:
+        methods = {
+            name: {**PAPERS[name]._asdict(), "expected": expected, "measured": numbers}
+            for name, (numbers, expected) in found.items()
+        }
+        print(json.dumps({"answers": answers, "methods": methods}, default=lambda e: [e.value, e.low, e.high]))
+        return
+    by_expectation = defaultdict[str, list[str]](list)
+    for name, (numbers, expected) in found.items():
+        paper = PAPERS[name]
+        screen.facts(f"{name}: {paper.premise}", numbers)
+        screen.show(f"  Expected: {expected}, over {paper.over}; {paper.rule}.", "")
+        by_expectation[expected].append(name)
+    words = (f"{listed(methods)} {expected}" for expected, methods in by_expectation.items())
+    screen.show(f"From {count(answers, 'answer')}: {'; '.join(words)}.")
+
+
+def _fresh_heads(vlm: VLM, kinds: Sequence[str]) -> dict[str, Head]:
+    """Untrained heads, whose steps cost as much as trained ones'."""
+    from saccade.train.recipe import read_recipe
+    from saccade.train.warm_start import new_head
+
+    heads = {}
+    for kind in kinds:
+        try:
+            heads[kind] = new_head(vlm.target, read_recipe(kind)).eval().to(vlm.target.dtype)
+        except SaccadeError as problem:
+            screen.warn(f"{kind}: {problem}")
+    return heads
 
 
 def inspect(

@@ -31,6 +31,8 @@ from saccade.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     NoFields,
+    Prompting,
+    has_media,
     to_tokenize,
     unknown,
     validated,
@@ -70,7 +72,8 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         with service.gate.request(service.gate.client(request.scope)):
             body = read(await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
-            return JSONResponse(await service.prepare(work, service.model(body.model), body))
+            media = isinstance(body, Prompting) and has_media(body.messages)
+            return JSONResponse(await service.prepare(work, service.model(body.model), body, media=media))
 
     async def take_no_body(request: Request) -> None:
         content = await body_of(request.receive, config.limits)

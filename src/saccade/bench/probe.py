@@ -6,6 +6,7 @@ likeliest token is the target's, so the steps of speculative decoding follow fro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,11 +24,17 @@ from saccade.errors import MethodError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import LVSpecOptions
+from saccade.pocket.labels import LABEL_WORDS
+from saccade.pocket.words import NUMBERS
 from saccade.target_model.context import Context
 from saccade.target_model.token_blocks import ForwardOutput
 from saccade.vlm import VLM
 
 GAMMA = 5  # length of the chains (TABED, Section 5)
+LOOSE = LVSpecOptions().loose_share
+PROXY, LEXICON = "proxy", "lexicon"
+"""Two truths about what depends on the pictures: the target chooses another token without them; and, for the prompts of
+the pocket world, a word names what they show."""
 Names = Callable[[list[int]], Array]  # whether each token of a text names what is seen
 
 
@@ -36,10 +43,37 @@ class Answer:
     """One answer; arrays have an entry for every token but the first."""
 
     relevance: Array  # A of LVSpec
-    grounded: Array  # whether the target chooses another token without the pictures
-    content: Array | None  # whether the token, or the first view's in its place, names what is seen; None: unknown
+    depends: dict[str, Array]  # truth -> whether the token depends on what is seen
+    touches: dict[str, Array]  # the same for the token or the first view's in its place
     hits: dict[str, Array] = field(default_factory=dict)  # view -> whether its likeliest token is the target's
     confidence: Array | None = None  # alpha of SAGE, of the first view
+
+    @property
+    def drafted(self) -> Array:
+        """Hits of the first view."""
+        return next(iter(self.hits.values()))
+
+    @property
+    def forgiven(self) -> Array:
+        """Its mismatches among the tokens that LVSpec verifies loosely."""
+        least: Array = self.relevance <= np.quantile(self.relevance, LOOSE)
+        return ~self.drafted & least
+
+
+def lexicon(decode: Callable[[list[int]], str]) -> Names:
+    """Names of what the pocket world's pictures show, and digits."""
+    words = {word.lower() for words in (*LABEL_WORDS.values(), NUMBERS) for word in words}
+
+    def names(tokens: list[int]) -> Array:
+        pieces = [decode([token]) for token in tokens]
+        owner = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])  # by character
+        found = np.zeros(len(tokens), bool)
+        for match in re.finditer(r"[a-z]+|[0-9]+", "".join(pieces).lower()):
+            if match[0].isdigit() or {match[0], match[0].removesuffix("s")} & words:
+                found[owner[match.start() : match.end()]] = True
+        return found
+
+    return names
 
 
 def steps(hits: Array, gamma: int = GAMMA) -> tuple[list[int], list[int]]:
@@ -53,33 +87,12 @@ def steps(hits: Array, gamma: int = GAMMA) -> tuple[list[int], list[int]]:
     return roots, accepted
 
 
-class Moments:
-    """Mean and size of vectors ``[n, d]``."""
-
-    def __init__(self) -> None:
-        self._count, self._total, self._sizes = 0, torch.zeros(1), 0.0
-
-    def add(self, vectors: Tensor) -> None:
-        self._count += len(vectors)
-        self._total = self._total + vectors.double().sum(0).cpu()
-        self._sizes += float(vectors.double().square().mean(-1).sqrt().sum())
-
-    @property
-    def mean(self) -> Tensor:
-        return self._total / max(self._count, 1)
-
-    @property
-    def rms(self) -> float:
-        """Mean over the vectors of the root of their components' mean square."""
-        return self._sizes / max(self._count, 1)
-
-
 class Probe:
     """Forwards of target and drafter over the target's own answers."""
 
     def __init__(self, vlm: VLM) -> None:
         self.vlm, self.target, self.last = vlm, vlm.target, len(vlm.target.layers)
-        self.moments = {place: (Moments(), Moments()) for place in ("inputs", "last states")}  # visual, text
+        self.sizes: dict[str, list[Array]] = {}  # root mean square of every vector, by what it is of
         self.context, self.blind = Context(self.target, 1), Context(self.target, 1)
         self.context.requirements.add_layers(0, self.last)
         self.views = dict[str, EnsembleDrafter]()
@@ -104,15 +117,17 @@ class Probe:
         self.blind.forget(0)
         prefill = self.context.load(0, prompt)
         last = prefill.hidden[self.last]
-        for vectors, (of_visual, of_text) in zip((prefill.hidden[0], last), self.moments.values(), strict=True):
-            of_visual.add(vectors[visual])
-            of_text.add(vectors[~visual])
+        for place, vectors in (("last states", last), ("inputs", prefill.hidden[0])):
+            sizes = vectors.float().square().mean(-1).sqrt()
+            for modality, chosen in (("visual", visual), ("text", ~visual)):
+                self.sizes.setdefault(f"{place}, {modality}", []).append(sizes[chosen].cpu().numpy())
         after = self._over(self.context, tokens).hidden[self.last][0]  # the state that verifies the next token
         similarity = normalize(after.float(), dim=-1) @ normalize(last[visual].float(), dim=-1).T
         relevance = similarity.topk(min(LVSpecOptions().nearest, similarity.shape[1]), -1).values.mean(-1)
         self.blind.load(0, self.vlm.processor.text_only(prompt))
         without = self._over(self.blind, tokens).logits[0].argmax(-1).cpu().numpy()
-        answer = Answer(relevance.cpu().numpy(), without != wanted, None if names is None else names(tokens)[1:])
+        depends = {PROXY: without != wanted} | ({LEXICON: names(tokens)[1:]} if names else {})
+        answer = Answer(relevance.cpu().numpy(), depends, dict(depends))
         for letter, drafter in self.views.items():
             logits = self._drafted(drafter.views[0], prompt, tokens)
             drafts = logits.argmax(-1).cpu().numpy()
@@ -120,8 +135,8 @@ class Probe:
             if answer.confidence is None:
                 top = logits.float().softmax(-1).topk(min(SageTree().k, logits.shape[-1])).values.tolist()
                 answer.confidence = np.array([SageTree().confidence(each) for each in top])
-                if answer.content is not None and names is not None:
-                    answer.content = answer.content | np.array([names([token])[0] for token in drafts.tolist()])
+                if names:
+                    answer.touches[LEXICON] = depends[LEXICON] | [names([token])[0] for token in drafts.tolist()]
         return answer
 
     def _over(self, context: Context, tokens: list[int]) -> ForwardOutput:
