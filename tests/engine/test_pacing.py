@@ -262,7 +262,7 @@ def test_a_single_interrupted_step_or_prefill_is_not_believed() -> None:
     pacer = Pacer(8, 0.1)
     for tokens, seconds in ((1, 0.01), (1, 0.01), (3, 0.2), (1, 0.01)):
         pacer.observe_step(tokens, seconds, 1, 1)
-    assert pacer.extra[2] < pacer.plain[1]
+    assert pacer.times.extra[2] < pacer.times.plain[1]
     assert pacer.admits(0, 150, 100)
     pacer.observe_prefill(150, 4.0)
     for _ in range(400):
@@ -396,7 +396,7 @@ def test_rows_of_one_group_draft_alike_where_another_group_costs_more() -> None:
         pacer.observe_step(tokens=4, forward=0.004, rows=4, emitted=4)
     for drafts in (4, 8, 16, 32):
         for _ in range(9):
-            pacer.observe_step(4 + drafts, forward=0.004 + 0.001 * drafts, rows=4, emitted=8, drafting=4, length=4)
+            pacer.observe_step(4 + drafts, forward=0.004 + 0.001 * drafts, rows=4, emitted=8, drafting=4, levels=4)
     assert pacer.joined([3, 5, 5, 0], 0) == [3, 5, 5, 0]
     assert pacer.joined([3, 5, 5, 0], 14) == [5, 5, 5, 0]
     assert pacer.joined([3, 5, 5, 0], 20) == [3, 5, 5, 3]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, sqrt
-from operator import attrgetter, mul
+from operator import mul
 from statistics import median, median_low
 
 MARGIN = 1.03  # estimated speed over plain decoding's below which nothing is drafted
@@ -47,34 +47,67 @@ class Typical:
         self.value = median_low(self.values)
 
 
-class CostsByTokens(dict[int, float]):
-    """Typical costs by number of tokens; of a number that was not measured by the nearest one that was."""
+class CostsByNumber(dict[int, float]):
+    """Typical costs by a number of tokens or rows; until measured in proportion to the nearest number that was."""
 
     def __init__(self, guess: Callable[[int], float]) -> None:
         super().__init__()
         self._guess = guess
         self._measured: dict[int, Typical] = {}
 
-    def add(self, tokens: int, cost: float) -> None:
+    def add(self, number: int, cost: float) -> None:
         """Record a cost under the number rounded to three binary digits: one number's luck is not mistaken for gain."""
-        step = 1 << max(0, tokens.bit_length() - 3)
-        rounded = (tokens + step // 2) // step * step
-        expected, known = self[rounded], self[tokens]
+        step = 1 << max(0, number.bit_length() - 3)
+        rounded = (number + step // 2) // step * step
+        expected, known = self[rounded], self[number]
         self._measured.setdefault(rounded, Typical(expected)).add(cost + expected - known)
         self.clear()
 
-    def __missing__(self, tokens: int) -> float:
-        nearest, distance = 0, inf
-        for number in self._measured:
-            if abs(number - tokens) < distance:
-                nearest, distance = number, abs(number - tokens)
-        scale = self._measured[nearest].value / self._guess(nearest) if nearest else 1.0
-        cost = scale * self._guess(tokens)
-        for number, typical in self._measured.items():
-            if number > tokens and len(typical.values) > 2:  # measured more often than guessed
-                cost = min(cost, typical.value)  # fewer tokens take no more
-        self[tokens] = cost
-        return cost
+    def __missing__(self, number: int) -> float:
+        nearest, cost, most = 0, self._guess(number), inf
+        for other, typical in self._measured.items():
+            if not nearest or abs(other - number) < abs(nearest - number):
+                nearest = other
+            if other > number and len(typical.values) > 2:  # measured more often than guessed
+                most = min(most, typical.value)  # a smaller number takes no more
+        if nearest:
+            cost *= self._measured[nearest].value / self._guess(nearest)
+        self[number] = min(cost, most)
+        return self[number]
+
+
+class Times:
+    """Typical times of steps in units, and the seconds of a unit."""
+
+    def __init__(self, draft: float, passes: int) -> None:
+        self.plain = CostsByNumber(lambda rows: 1 + SLOPE * (rows - 1))  # of a step without drafts, by rows
+        self.extra = CostsByNumber(lambda tokens: SLOPE * tokens)  # that draft tokens add to it
+        self.draft = CostsByNumber(lambda rows: draft * (1 + SLOPE * (rows - 1)))  # of a level of drafts, by rows
+        self.prefill = Typical(PREFILL * draft)  # of a prompt's token in the drafter
+        self.passes = passes  # most forwards of the drafter in a step
+        self.unit = 0.0  # seconds; 0 until a step without drafts is measured
+        self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last steps without drafts
+
+    def of_step(self, rows: int, tokens: int, levels: int, drafting: int) -> float:
+        """Units of a step of some rows that verifies draft tokens, drafted in some levels for ``drafting`` of them."""
+        return self.plain[rows] + self.extra[tokens] + min(levels, self.passes) * self.draft[drafting]
+
+    def add_plain(self, rows: int, seconds: float) -> None:
+        """Record a step without drafts, relative to the last ones of other numbers of rows."""
+        others = [spent / self.plain[number] for number, spent in self._plain if number != rows]
+        if others:
+            self.plain.add(rows, seconds / median(others))
+        elif not self._plain:  # the first step defines the unit
+            self.plain.add(rows, self.plain[rows])
+        self._plain.append((rows, seconds))
+        self.unit = median_low([spent / self.plain[number] for number, spent in self._plain])
+
+    def add_drafted(self, rows: int, tokens: int, forward: float, levels: int, drafting: int, draft: float) -> None:
+        """Record a step that verified draft tokens, of ``forward`` seconds and ``draft`` seconds of the drafter."""
+        if self.unit:
+            self.extra.add(tokens, max(0.0, forward / self.unit - self.plain[rows]))
+            if levels:
+                self.draft.add(drafting, draft / min(levels, self.passes) / self.unit)
 
 
 @dataclass(slots=True)
@@ -103,6 +136,10 @@ class Trials:
         """Acceptance rate, where ``prior`` counts for so many trials."""
         return (self.accepted + prior * trials) / (self.count + trials)
 
+    def bias(self, prior: float, trials: float) -> float:
+        """How far the acceptance rate exceeds the confidence, where ``prior`` counts for so many trials."""
+        return (self.surplus + prior * trials) / (self.count + trials)
+
 
 def sampled_length(row: Trials) -> int:
     """Number of tokens to draft for a row that samples: by its own trials alone, so that a seed repeats its answer."""
@@ -117,19 +154,17 @@ class Drafts:
     """
 
     rows: Sequence[Trials]
+    everywhere: Trials  # of all rows and depths
     rates: Sequence[float]  # acceptance by depth, of the levels that are left
     token: float  # tokens that the time of a token's verification brings elsewhere
     level: float  # tokens that the time of a level's draft brings elsewhere
-    surplus: float  # of all rows, as of `Trials`
-    count: float  # of all rows, likewise
     lengths: list[int]  # tokens of each row that are verified
     chances: list[float]  # of every row's last token
 
     @property
     def expected(self) -> list[float]:
         """Rate at which each row's next token is accepted after an accepted one."""
-        prior = self.rates[0] * ROW_TRIALS
-        return [(row.accepted + prior) / (row.count + ROW_TRIALS) for row in self.rows]
+        return [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
 
     def pays(self, rates: Sequence[float]) -> bool:
         """Whether a level with these rates is worth its draft and verification."""
@@ -147,16 +182,14 @@ class Drafts:
     def add(self, confidences: Sequence[float]) -> bool:
         """Add a level by the drafter's confidence in each row's token; return whether to draft another one.
 
-        A row's rate is the confidence, corrected by how much the acceptance of its earlier tokens, and of all rows'
-        tokens, differed from the confidence in them.
+        rate = confidence + bias of the row        prior of a row's bias = bias of all rows, at first the expected one
         """
-        expected = PRIOR_TRIALS * (self.rates[0] - sum(confidences) / len(confidences))
-        prior = ROW_TRIALS * (self.surplus + expected) / (self.count + PRIOR_TRIALS)
+        expected = self.rates[0] - sum(confidences) / len(confidences)
+        bias = self.everywhere.bias(expected, PRIOR_TRIALS)
         rates = []
         for row, confidence in zip(self.rows, confidences, strict=True):
             row.last.append(confidence)
-            correction = (row.surplus + prior) / (row.count + ROW_TRIALS)
-            rates.append(min(max(confidence + correction, 0.0), 1.0))
+            rates.append(min(max(confidence + row.bias(bias, ROW_TRIALS), 0.0), 1.0))
         self.add_level(rates)
         if not any(self.lengths):  # a draft that was made is verified, its likeliest token at least
             self.lengths[self.chances.index(max(self.chances))] = 1
@@ -173,23 +206,17 @@ class Pacer:
     """
 
     def __init__(self, max_length: int, draft_cost: float, *, one_pass: bool = False) -> None:
+        """``draft_cost``: guess of the time of a drafter's forward in units."""
         self.max_length = max_length  # most draft tokens of a row and step
-        self.draft_cost = draft_cost  # guess of the time of a drafter's forward in units
-        self._passes = 1 if one_pass else max_length  # most drafter forwards in a step
-        self.credit = START
-        self.plain = CostsByTokens(lambda rows: 1 + SLOPE * (rows - 1))  # units of a step without drafts, by rows
-        self.extra = CostsByTokens(lambda tokens: SLOPE * tokens)  # units that draft tokens add to it
-        self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # units of a level, by rows
-        self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last steps without drafts
-        self._unit = 0.0  # seconds of a unit, by these
-        self._depths = [Trials() for _ in range(max_length)]
+        self.times = Times(draft_cost, passes=1 if one_pass else max_length)
+        self.measures = True  # whether the next step is measured without drafts
         self._steps: defaultdict[int, int] = defaultdict(int)  # by rows
+        self._depths = [Trials() for _ in range(max_length)]
+        self._answers = Typical(ANSWER)
         self._speed = 1.0  # of recent steps over plain decoding's
         self._speeds: dict[int, float] = {}  # by rows
-        self._goal = 0.0  # credit that is saved for a trial
-        self.measures = True  # whether the next step is measured without drafts
-        self._answers = Typical(ANSWER)
-        self._prefill = Typical(PREFILL * draft_cost)  # units of a prompt's token in the drafter
+        self.credit = START
+        self._goal = 0.0  # credit that is saved for a drafter's prefill and trials after it
 
     def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
         """Number of tokens to draft for each of some rows in this step, next to others without a draft."""
@@ -199,7 +226,7 @@ class Pacer:
         if self.measures:
             return [0] * len(rows)
         lengths, _ = self._plan(rows, others, self.credit / 2)
-        if not any(lengths) and self._may_pay(together) and self._trial_cost() <= self.credit:
+        if not any(lengths) and self._may_pay(together) and self._trial_cost <= self.credit:
             place, row = min(enumerate(rows), key=lambda each: each[1].count)
             lengths[place] = int(row.steps < ROW_TRIALS or row.count < 1)  # its trials are few or old
         for row, length in zip(rows, lengths, strict=True):
@@ -208,67 +235,62 @@ class Pacer:
         return lengths
 
     def _plan(self, rows: Sequence[Trials], others: int, risk: float) -> tuple[list[int], float]:
-        """The lengths of the highest speed that lose at most ``risk`` with bad luck, and that speed.
+        """The longest lengths worth drafting that lose at most ``risk`` with bad luck, and their speed.
 
-        speed = (plain[R] + plain[R] / R * gained) / (plain[R] + cost)        gained = sum(chances)
-        loss  = cost - plain[R] / R * (gained - 2 * sqrt(spread))             spread = sum(chance * (1 - chance))
+        speed = (plain[R] + plain[R] / R * gained) / time                     gained = sum(chances)
+        loss  = time - plain[R] - plain[R] / R * (gained - 2 * sqrt(spread))  spread = sum(chance * (1 - chance))
         """
-        drafts = self.begin(rows, others)
-        whole, level = self.plain[len(rows) + others], self.draft[len(rows)]
-        plain, lengths, speed = whole / (len(rows) + others), [0] * len(rows), 1.0
+        drafts, together = self.begin(rows, others), len(rows) + others
+        plain, lengths, speed = self.times.plain[together], [0] * len(rows), 1.0
         gained = spread = 0.0
         while drafts.rates and drafts.pays(rates := drafts.expected):
             drafts.add_level(rates)
-            taken = [chance for chance in drafts.chances if chance > drafts.token]
-            gained += sum(taken)
-            spread += sum(taken) - sum(map(mul, taken, taken))
-            cost = self.extra[sum(drafts.lengths)] + min(max(drafts.lengths), self._passes) * level
-            loss = cost - plain * max(0.0, gained - 2 * sqrt(spread))
+            chances = [chance for chance in drafts.chances if chance > drafts.token]
+            gained += sum(chances)
+            spread += sum(chances) - sum(map(mul, chances, chances))
+            time = self.times.of_step(together, sum(drafts.lengths), max(drafts.lengths), len(rows))
+            loss = time - plain - plain / together * max(0.0, gained - 2 * sqrt(spread))
             if loss <= risk:
-                lengths, speed = drafts.lengths, (whole + plain * gained) / (whole + cost)
+                lengths, speed = drafts.lengths, (plain + plain / together * gained) / time
         return (lengths, speed) if speed > MARGIN else ([0] * len(rows), 1.0)
 
     def begin(self, rows: Sequence[Trials], others: int, levels: int | None = None) -> Drafts:
         """Start the drafts of some rows, next to others without, of at most some levels."""
-        count, together = len(rows) * self.max_length, len(rows) + others
-        speed = max(MARGIN, self._speeds.get(together, self._speed))
-        worth = speed * together / self.plain[together]  # tokens that a unit of time brings elsewhere
+        most, together, times = len(rows) * self.max_length, len(rows) + others, self.times
+        worth = max(MARGIN, self._recent_speed(together)) * together / times.plain[together]  # tokens per unit of time
+        token = worth * times.extra[most] / most
+        level = worth * times.draft[len(rows)] if times.passes > 1 else 0.0  # further levels of one pass are free
         for row in rows:
             row.last.clear()
-        token = worth * self.extra[count] / count
-        level = worth * self.draft[len(rows)] if self._passes > 1 else 0.0  # of one pass, the further ones are free
-        surplus = sum(map(attrgetter("surplus"), self._depths))
-        trials = sum(map(attrgetter("count"), self._depths))
-        rates = self._rates_by_depth()[:levels]
-        return Drafts(rows, rates, token, level, surplus, trials, [0] * len(rows), [1.0] * len(rows))
+        everywhere = Trials()
+        for trials in self._depths:
+            everywhere.surplus += trials.surplus
+            everywhere.count += trials.count
+        return Drafts(rows, everywhere, self._rates()[:levels], token, level, [0] * len(rows), [1.0] * len(rows))
 
     def joined(self, lengths: Sequence[int], layers: int) -> list[int]:
         """Lengths in fewer groups: rows of a shorter draft get a longer one if a separate group would cost more."""
-        made, tokens = list(lengths), sum(lengths)
-        spare = 0.0  # tokens whose verification takes the time of a group
-        if self._plain:
-            spare = GROUP * layers * tokens / max(self.extra[tokens] * self._unit, GROUP)
-        for length, longer in pairwise(sorted(set(made))):
-            places = [place for place, each in enumerate(made) if each == length]
-            if len(places) * (longer - length) <= spare:
-                for place in places:
-                    made[place] = longer
+        tokens, spare = sum(lengths), 0.0  # spare: tokens whose verification takes the time of a group
+        if self.times.unit:
+            spare = GROUP * layers * tokens / max(self.times.extra[tokens] * self.times.unit, GROUP)
+        made = list(lengths)
+        for length, longer in pairwise(sorted(set(lengths))):
+            if made.count(length) * (longer - length) <= spare:
+                made = [longer if each == length else each for each in made]
         return made
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         """Whether prefilling a row's drafter saves more time than it takes, or is tried since the credit covers it."""
-        rows = others + 1
-        cost = prompt * self._prefill.value
-        risk = min(cost, START)
+        rows, cost, trials = others + 1, prompt * self.times.prefill.value, 2 * self._trial_cost
         _, expected = self._plan([Trials() for _ in range(rows)], 0, inf)
-        speed = max(expected, self._speeds.get(rows, self._speed))
-        saved = (1 - 1 / speed) * self.plain[rows] / rows  # per token
+        speed = max(expected, self._recent_speed(rows))
+        saved = (1 - 1 / speed) * self.times.plain[rows] / rows  # per token
         gained = CAUTION * (min(remaining, self._answers.value) - 1) * saved
-        if self.is_proven and gained > cost and risk + 2 * self._trial_cost() <= self.credit:
+        if self.is_proven and gained > cost and min(cost, START) + trials <= self.credit:
             if not others:  # rows that begin together are admitted together, and pay once
-                self.credit -= risk
+                self.credit -= min(cost, START)
             return True
-        self._goal = cost + 2 * self._trial_cost()
+        self._goal = cost + trials
         if self._goal > self.credit or not self._may_pay(rows):
             return False
         self.credit -= cost
@@ -280,23 +302,27 @@ class Pacer:
         """Whether the acceptance rate rests on verified draft tokens."""
         return self._depths[0].count > PRIOR_TRIALS
 
-    def _rates_by_depth(self) -> list[float]:
+    def _rates(self) -> list[float]:
         """Rate at which tokens of each depth are accepted after accepted ones; a deeper one begins at the one above."""
         rates, rate = [self._depths[0].rate()], PRIOR  # not at the first: deeper trials are of better rows
         for trials in self._depths[1:]:
-            rate = (trials.accepted + rate * ROW_TRIALS) / (trials.count + ROW_TRIALS)
+            rate = trials.rate(rate, ROW_TRIALS)
             rates.append(rate)
         return rates
 
-    def _may_pay(self, rows: int) -> bool:
-        """Whether drafting pays if every token is accepted."""
-        tokens, plain = self.max_length, self.plain[rows]
-        drafted = plain + self.extra[rows * tokens] + self._passes * self.draft[rows]
-        return (tokens + 1) * plain > MARGIN * drafted
+    def _recent_speed(self, rows: int) -> float:
+        """Speed over plain decoding's of recent steps of so many rows, or of any number."""
+        return self._speeds.get(rows, self._speed)
 
+    @property
     def _trial_cost(self) -> float:
         """Units that a single draft token of one row loses if it is rejected."""
-        return self.extra[1] + self.draft[1]
+        return self.times.extra[1] + self.times.draft[1]
+
+    def _may_pay(self, rows: int) -> bool:
+        """Whether drafting pays if every token is accepted."""
+        most = self.max_length
+        return (most + 1) * self.times.plain[rows] > MARGIN * self.times.of_step(rows, rows * most, most, rows)
 
     def observe_step(
         self,
@@ -305,45 +331,38 @@ class Pacer:
         rows: int,
         emitted: int,
         drafting: int = 0,
-        length: int = 0,
+        levels: int = 0,
         draft: float = 0,
-        own: int = 0,
+        request_tokens: int = 0,
     ) -> None:
         """Record a step without prefill, of ``forward`` seconds and ``draft`` seconds of the drafter.
 
-        Of ``tokens``, roots included, ``own`` are the rows' own drafts, which plain decoding verifies as well; accepted
-        ones are not in ``emitted``. The drafter ran ``length`` levels for ``drafting`` rows.
+        Of ``tokens``, roots included, ``request_tokens`` are drafts of the rows' requests, which plain decoding
+        verifies as well; accepted ones are not in ``emitted``. The drafter ran some levels for ``drafting`` rows.
         """
-        whole, drafts = self.plain[rows], tokens - rows
-        saved = emitted * whole / rows  # units that plain decoding takes for these tokens
-        if not drafts:
-            others = [seconds / self.plain[number] for number, seconds in self._plain if number != rows]
-            if others or not self._plain:  # the first step defines the unit
-                self.plain.add(rows, forward / median(others) if others else whole)
-            self._plain.append((rows, forward))
-            self._unit = median_low([seconds / self.plain[number] for number, seconds in self._plain])
+        times, drafts = self.times, tokens - rows
+        saved = emitted * times.plain[rows] / rows  # units that plain decoding takes for these tokens
+        if drafts:
+            times.add_drafted(rows, drafts, forward, levels, drafting, draft)
+        else:
+            times.add_plain(rows, forward)
             self.measures = False
-        elif self._plain:
-            self.extra.add(drafts, max(0.0, forward / self._unit - whole))
         gain, speed = EXPLORED * saved, 1.0
-        if length:
-            passes = min(length, self._passes)
-            if self._plain:
-                self.draft.add(drafting, draft / passes / self._unit)
-            cost = whole + self.extra[drafts - own] + passes * self.draft[drafting]
-            gain += saved - cost
-            speed = saved / cost
-        before = self._speeds.get(rows, self._speed)
+        if levels:
+            spent = times.of_step(rows, drafts - request_tokens, levels, drafting)
+            gain += saved - spent
+            speed = saved / spent
+        before = self._recent_speed(rows)
         self._speed = self._speeds[rows] = before + RECENT * (speed - before)
         self._earn(gain, rows)
 
     def observe_prefill_step(self, seconds: float, rows: int) -> None:
         """Record the target's seconds in a step with prefill, which plain decoding takes as well."""
-        if self._plain:
-            self._earn(EXPLORED * seconds / self._unit, rows)
+        if self.times.unit:
+            self._earn(EXPLORED * seconds / self.times.unit, rows)
 
     def _earn(self, units: float, rows: int) -> None:
-        self.credit = min(self.credit + units, max(MOST * self.plain[rows], self._goal))
+        self.credit = min(self.credit + units, max(MOST * self.times.plain[rows], self._goal))
 
     def observe_acceptance(self, row: Trials, drafted: int, accepted: int) -> None:
         """Record the outcome of a row's chain, whose tokens are only tried after accepted ones."""
@@ -354,12 +373,11 @@ class Pacer:
             row.add(depth < accepted, confidence)
             if depth or is_new:
                 self._depths[depth].add(depth < accepted, confidence)
-        row.last.clear()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record the time of a drafter's prefill."""
-        if self._plain:
-            self._prefill.add(seconds / self._unit / tokens)
+        if self.times.unit:
+            self.times.prefill.add(seconds / self.times.unit / tokens)
 
     def observe_end(self, tokens: int) -> None:
         """Record the length of an answer that has ended."""

@@ -691,10 +691,10 @@ class StepRunner:
             forward=max(seconds - draft, 0.0),
             rows=rows,
             emitted=emitted - sum([group.request_emitted for group in groups]),
-            own=sum(requested),
             drafting=sum([len(group.rows) for group in drafted]),
-            length=max([group.levels for group in drafted], default=0),
+            levels=max([group.levels for group in drafted], default=0),
             draft=draft,
+            request_tokens=sum(requested),
         )
 
 

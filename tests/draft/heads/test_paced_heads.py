@@ -108,7 +108,7 @@ def test_auto_drafts_with_the_head_that_is_given(kind: str) -> None:
     pacer = vlm.engine.pacer
     assert pacer is not None
     assert pacer.max_length == min(8, head.reach or 8)
-    assert 0 < pacer.draft_cost <= 2  # four blocks on a target of two layers
+    assert 0 < pacer.times.draft[1] <= 2  # four blocks on a target of two layers
     for question in ("What is it?", "Why?"):
         assert vlm.generate(question, max_new_tokens=12).tokens == plain.generate(question, max_new_tokens=12).tokens
 
@@ -130,7 +130,7 @@ class Timed(Pacer):
     """A pacer for which a level of drafting takes a twentieth of a forward."""
 
     def observe_step(self, tokens: int, forward: float, *given: Any, **named: Any) -> None:
-        super().observe_step(tokens, 1 + 0.02 * tokens, *given, **{**named, "draft": 0.05 * named["length"]})
+        super().observe_step(tokens, 1 + 0.02 * tokens, *given, **{**named, "draft": 0.05 * named["levels"]})
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         super().observe_prefill(tokens, 0.1)
