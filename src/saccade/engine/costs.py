@@ -102,13 +102,6 @@ class Times:
         self._plain.append((rows, seconds))
         self.unit = median_low([spent / self.plain[number] for number, spent in self._plain])
 
-    def add_drafted(self, rows: int, tokens: int, forward: float, levels: int, drafting: int, draft: float) -> None:
-        """Record a step that verified draft tokens, of ``forward`` seconds and ``draft`` seconds of the drafter."""
-        if self.unit:
-            self.extra.add(tokens, max(0.0, forward / self.unit - self.plain[rows]))
-            if levels:
-                self.draft.add(drafting, draft / min(levels, self.passes) / self.unit)
-
 
 @dataclass(slots=True)
 class Trials:
@@ -342,11 +335,13 @@ class Pacer:
         """
         times, drafts = self.times, tokens - rows
         saved = emitted * times.plain[rows] / rows  # units that plain decoding takes for these tokens
-        if drafts:
-            times.add_drafted(rows, drafts, forward, levels, drafting, draft)
-        else:
+        if not drafts:
             times.add_plain(rows, forward)
             self.measures = False
+        elif times.unit:
+            times.extra.add(drafts, max(0.0, forward / times.unit - times.plain[rows]))
+            if levels:
+                times.draft.add(drafting, draft / min(levels, times.passes) / times.unit)
         gain, speed = EXPLORED * saved, 1.0
         if levels:
             spent = times.of_step(rows, drafts - request_tokens, levels, drafting)

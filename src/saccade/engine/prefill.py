@@ -9,12 +9,17 @@ from functools import cached_property, partial
 from math import inf
 from statistics import median
 
+import torch
+from torch.nn.functional import pad
+
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, Clock, Drafting, DraftStage
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
+from saccade.target_model.adapter import Target
 from saccade.target_model.context import Prefill, PrefillResult
 from saccade.target_model.token_blocks import ContextError, TokenBlock
+from saccade.tree import DraftTree
 
 LONGEST_STEP = 3.0  # default length of a step with a part of a prompt, over one without
 _SAFE = 0.75  # share of it that is aimed at
@@ -90,6 +95,41 @@ class PrefillChunk:
     def is_last(self) -> bool:
         """Whether it ends the prompt."""
         return self.stop == len(self.prefill.prompt)
+
+    def with_tree(self, target: Target, tree: DraftTree, index: int) -> TokenBlock:
+        """Its block, as the last one of the prompt, with the tree of row ``index`` below its last token, the root."""
+        block, device = self.block, target.device
+        assert block is not None
+        assert block.positions is not None
+        one, count, nodes = tree.rows(index, index + 1), block.count, tree.size - 1
+        tokens, depth = one.tokens[0, 1:], one.depth[0, 1:]
+        mask = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
+        if block.attention_mask is not None:
+            mask[:count, :count] = block.attention_mask[0]
+        mask[count:, count:] = one.ancestors[0, 1:, 1:]
+        before = torch.arange(count, device=device) if block.depth is None else block.depth[0]
+        root = block.positions[..., -1:]  # [3 or 1, 1, 1]
+        below = target.traits.limits.clamp_positions(root.amax(0) + depth, [len(self.prefill.prompt)], None)
+        embeddings = block.embeddings
+        if embeddings is not None:
+            embeddings = torch.cat([embeddings, target.embed(tokens)[None].to(embeddings)], 1)
+        return replace(
+            block,
+            tokens=torch.cat([block.tokens, tokens[None]], 1),
+            attention_mask=mask[None],
+            depth=torch.cat([before, before[-1] + depth])[None],
+            embeddings=embeddings,
+            deepstack=[pad(layer, (0, 0, 0, nodes)) for layer in block.deepstack],
+            positions=torch.cat([block.positions, below[None].expand(root.shape[0], -1, -1)], 2),
+            logits_from=count - 1,
+            chain=count,
+        )
+
+    def entries(self, nodes: Sequence[int]) -> list[int]:
+        """Pending entries of its tokens and of nodes of the tree after it, the root first."""
+        assert self.block is not None
+        count = self.block.count
+        return [*range(count), *(count - 1 + node for node in nodes[1:])]
 
 
 class PromptRunner:
