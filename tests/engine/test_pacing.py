@@ -241,7 +241,7 @@ def test_a_row_counts_for_its_first_drafts_alone_among_all_rows_however_long_it_
         row = Trials()
         for _ in range(drafts):
             pacer.observe_acceptance(row, 1, 0)
-    assert many.begin([Trials()], 0).expected == few.begin([Trials()], 0).expected
+    assert many.begin([Trials()], 0).rates == few.begin([Trials()], 0).rates
 
 
 def test_confidence_counts_for_what_became_of_the_rows_tokens() -> None:

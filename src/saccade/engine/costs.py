@@ -42,7 +42,6 @@ class Typical:
         self.value = guess
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self.values.append(value)
         self.value = median_low(self.values)
 
@@ -76,7 +75,7 @@ class CostsByNumber(dict[int, float]):
         return self[number]
 
 
-class Times:
+class StepTimes:
     """Typical times of steps in units, and the seconds of a unit."""
 
     def __init__(self, draft: float, passes: int) -> None:
@@ -154,17 +153,15 @@ class Drafts:
     lengths: list[int]  # tokens of each row that are verified
     chances: list[float]  # of every row's last token
 
-    @property
-    def expected(self) -> list[float]:
-        """Rate at which each row's next token is accepted after an accepted one."""
-        return [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
-
-    def pays(self, rates: Sequence[float]) -> bool:
-        """Whether a level with these rates is worth its draft and verification."""
+    def next_level(self) -> list[float]:
+        """Rates at which the rows' next tokens are accepted after accepted ones; empty where no level is worth it."""
+        if not self.rates:
+            return []
+        rates = [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
         gained = 0.0
         for chance, rate in zip(self.chances, rates, strict=True):
             gained += max(chance * rate - self.token, 0.0)
-        return gained > self.level
+        return rates if gained > self.level else []
 
     def add_level(self, rates: Sequence[float]) -> None:
         """Add a level whose tokens are accepted at these rates."""
@@ -186,7 +183,7 @@ class Drafts:
         self.add_level(rates)
         if not any(self.lengths):  # a draft that was made is verified, its likeliest token at least
             self.lengths[self.chances.index(max(self.chances))] = 1
-        return bool(self.rates) and self.pays(self.expected)
+        return bool(self.next_level())
 
 
 class Pacer:
@@ -199,9 +196,8 @@ class Pacer:
     """
 
     def __init__(self, max_length: int, draft_cost: float, *, one_pass: bool = False) -> None:
-        """``draft_cost``: guess of the time of a drafter's forward in units."""
         self.max_length = max_length  # most draft tokens of a row and step
-        self.times = Times(draft_cost, passes=1 if one_pass else max_length)
+        self.times = StepTimes(draft_cost, passes=1 if one_pass else max_length)  # by a guess of a drafter's forward
         self.measures = True  # whether the next step is measured without drafts
         self._steps: defaultdict[int, int] = defaultdict(int)  # by rows
         self._depths = [Trials() for _ in range(max_length)]
@@ -214,8 +210,8 @@ class Pacer:
     def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
         """Number of tokens to draft for each of some rows in this step, next to others without a draft."""
         together = len(rows) + others
-        self._steps[together] += 1
-        self.measures = self._steps[together] in EARLY or self._steps[together] % REFRESH == 0
+        steps = self._steps[together] = self._steps[together] + 1
+        self.measures = steps in EARLY or steps % REFRESH == 0
         if self.measures:
             return [0] * len(rows)
         lengths, _ = self._plan(rows, others, self.credit / 2)
@@ -236,7 +232,7 @@ class Pacer:
         drafts, together = self.begin(rows, others), len(rows) + others
         plain, lengths, speed = self.times.plain[together], [0] * len(rows), 1.0
         gained = spread = 0.0
-        while drafts.rates and drafts.pays(rates := drafts.expected):
+        while rates := drafts.next_level():
             drafts.add_level(rates)
             chances = [chance for chance in drafts.chances if chance > drafts.token]
             gained += sum(chances)
@@ -274,7 +270,8 @@ class Pacer:
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         """Whether prefilling a row's drafter saves more time than it takes, or is tried since the credit covers it."""
-        rows, cost, trials = others + 1, prompt * self.times.prefill.value, 2 * self._trial_cost
+        rows, trials = others + 1, 2 * self._trial_cost
+        cost = prompt * self.times.prefill.value
         _, expected = self._plan([Trials() for _ in range(rows)], 0, inf)
         speed = max(expected, self._recent_speed(rows))
         saved = (1 - 1 / speed) * self.times.plain[rows] / rows  # per token

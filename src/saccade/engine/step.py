@@ -41,7 +41,7 @@ from saccade.target_model.context import Context
 from saccade.target_model.sharding import Ranks
 from saccade.target_model.token_blocks import ForwardOutput, TokenBlock, concat_outputs
 from saccade.tree import DraftTree
-from saccade.verify.rule import STRICT, Judge, Processing, Rule, Uniforms, Verdict, Warp
+from saccade.verify.rule import STRICT, Judge, Processing, Rule, Uniforms, Verdict
 
 Commit = tuple[int, list[int], list[int]]
 """A row's slot, its committed ones among the pending entries, and their tokens."""
@@ -158,7 +158,6 @@ class StepRunner:
         """Draft for some rows, as planned or as their pacer decides, and join the requests' drafts; groups by size."""
         facts, pacer = drafting.facts, self._pacer
         rule, judge = self._state.judge(do_sample)
-        processing = Processing([row.processing for row in rows])
         uniforms = self._uniforms(rows, rule)
         longest, paced = max(lengths), None
         # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
@@ -166,7 +165,7 @@ class StepRunner:
             paced = pacer.begin(drafting.trials(rows), others, None if longest > 1 else 1)
             longest = pacer.max_length
         requests = {row.slot: row.request_drafts for row in rows if row.slot is not None and row.request_drafts}
-        proposer = self._proposer(requests, paced, processing.warp, uniforms if rule.samples else None)
+        proposer = self._proposer(rows, requests, paced, uniforms if rule.samples else None)
         # Deeper nodes can never be emitted by any row; a row's depth is no less than when it is alone.
         remaining = max([row.remaining for row in rows])
         limit = min(remaining, longest) if rule.lossless else facts.max_depth
@@ -181,12 +180,12 @@ class StepRunner:
         levels, host = tree.size - 1, None
         kept = None if paced is None else [min(length, levels) for length in paced.lengths]
         if requests:
-            kept = None if kept is None else self._agreed(kept)
+            kept = kept and self._agreed(kept)
             splices = proposer.guide is not None and proposer.guide.splices
             with self._clock.stage("draft"):
                 roots = [row.ids[-1] for row in rows]
                 tree, host = join([*requests.values()], tree, roots, kept, facts, spliced=splices)
-        group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, levels, host)
+        group = VerificationGroup(rows, tree, rule, judge, uniforms, levels, host)
         if requests:
             return group.of_like_sizes()
         if pacer is None or kept is None or self._target.executor.fixed_shapes:
@@ -194,7 +193,11 @@ class StepRunner:
         return group.of_lengths(self._agreed(pacer.joined(kept, len(self._target.layer_devices))))
 
     def _proposer(
-        self, requests: Mapping[int, RequestDrafts], paced: Drafts | None, warp: Warp, uniforms: Uniforms | None
+        self,
+        rows: Sequence[Row],
+        requests: Mapping[int, RequestDrafts],
+        paced: Drafts | None,
+        uniforms: Uniforms | None,
     ) -> Proposer:
         """What chooses the drafter's tokens: at most those that grammars allow; ``uniforms``: of rows that sample."""
         facts, guide = self._state.facts, None
@@ -204,6 +207,7 @@ class StepRunner:
             add = paced.add
             return PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]), guide)
         if facts.draws and uniforms is not None:
+            warp = Processing([row.processing for row in rows]).warp
             return DrawProposer(warp, uniforms, guide)
         return TopProposer(guide)
 
@@ -214,14 +218,13 @@ class StepRunner:
         slots = [row.slot for row in rows if row.slot is not None]
         numbers = self._context.cache.numbers
         numbers.send([roots, *self._context.numbers_of(slots)])
-        processing = Processing([row.processing for row in rows])
         uniforms, host = self._uniforms(rows, rule), None
         if has_request_drafts:
             host = [row.request_drafts.grown(row.ids[-1]) for row in rows if row.request_drafts is not None]
             tree = tree_on(host, self._target.device)
         else:
             tree = DraftTree.root_only(numbers.get(roots).to(self._target.device))
-        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, host=host)
+        return VerificationGroup(rows, tree, rule, judge, uniforms, host=host)
 
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> Uniforms | None:
         """This step's random numbers: for the judge, and for a drafter that draws children."""
@@ -235,7 +238,7 @@ class StepRunner:
         drawing = facts.max_nodes * max(children, 1) if facts.draws and rule.samples else 0
         return Uniforms([row.generator for row in rows], judging, drawing, self._target.device)
 
-    # -- run the target ------------------------------------------------------------------------------------
+    # -- run the target, and let the drafter observe -------------------------------------------------------
 
     def _forward(self, chunks: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
         """Run chunks of prompts and the groups' trees in one forward, and commit chunks that end without a tree."""
@@ -306,8 +309,6 @@ class StepRunner:
                 groups.append(group)
         return groups
 
-    # -- the drafter learns the outcome --------------------------------------------------------------------
-
     def _observe(self, groups: Sequence[VerificationGroup]) -> None:
         drafting = self._state.drafting
         if drafting is None or not groups:
@@ -342,10 +343,7 @@ class StepRunner:
     def _emit(
         self, group: VerificationGroup, verdicts: Sequence[RowVerdict], with_tree: Mapping[Row, PrefillChunk]
     ) -> int:
-        """Emit every row's tokens up to its end and commit their entries.
-
-        Return the number of emitted tokens, without accepted drafts of the requests.
-        """
+        """Emit every row's tokens and commit them; return how many, without accepted drafts of the requests."""
         paths: list[list[int]] = []
         commits: list[Commit] = []
         emitted = 0
@@ -375,7 +373,12 @@ class StepRunner:
         return emitted
 
     def _emit_row(
-        self, row: Row, verdict: RowVerdict, tree: HostTree | None, chunk: PrefillChunk | None, commits: list[Commit]
+        self,
+        row: Row,
+        verdict: RowVerdict,
+        tree: HostTree | None,
+        chunk: PrefillChunk | None,
+        commits: list[Commit],
     ) -> list[int]:
         """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first.
 
@@ -487,7 +490,6 @@ class VerificationGroup:
     tree: DraftTree  # one tree per row
     rule: Rule
     judge: Judge
-    processing: Processing
     uniforms: Uniforms | None
     levels: int | None = None  # that a drafter ran, of which the trees may have fewer; None where none proposed them
     host: Sequence[HostTree] | None = None  # the trees, where drafts of the requests are in them
@@ -495,6 +497,10 @@ class VerificationGroup:
     scores: Tensor | None = None
     verdict: Verdict | None = None
     failed: dict[int, Exception] = field(default_factory=dict)  # errors of logits processors by index of the row
+    processing: Processing = field(init=False)  # of the rows
+
+    def __post_init__(self) -> None:
+        self.processing = Processing([row.processing for row in self.rows])
 
     @property
     def slots(self) -> list[int]:
@@ -527,9 +533,7 @@ class VerificationGroup:
         return groups
 
     def _of(self, places: Sequence[int], tree: DraftTree, host: Sequence[HostTree] | None) -> VerificationGroup:
-        rows = [self.rows[place] for place in places]
-        processing = Processing([row.processing for row in rows])
-        return replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={})
+        return replace(self, rows=[self.rows[place] for place in places], tree=tree, host=host, failed={})
 
     def block(self, context: Context, slots: Sequence[int]) -> TokenBlock:
         """Block of the trees of the first rows, which have these slots."""
