@@ -20,6 +20,7 @@ from bench_kit import wrong
 import tools.heads.__main__ as heads_main
 import tools.results.__main__ as results_main
 from saccade.bench.records import FILE, RecordedRun
+from saccade.bench.report.tables import escape
 from saccade.bench.runner import Runner
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
@@ -29,6 +30,7 @@ from tools.heads.workshop import MARK as HEAD_MARK
 from tools.results import kept
 from tools.results.catalogue import measurements, suite_names
 from tools.results.measure import MARK, Report, Session, Setup
+from tools.results.numbers import by_hand
 from tools.results.pages import COLUMNS, INDEX, REASONS, publish, reasons
 
 NAMES = ("quick", "lvspec-2")
@@ -93,6 +95,7 @@ def test_pages_open_with_the_verdicts_and_the_index_lists_them_by_paper(over: Se
     papers, others = pages[INDEX].split("## Others")
     assert "## LVSpec" in papers
     assert "| [Table 2](lvspec-2.md): position shifts accept more | 7.76, 7.27 | " in papers
+    assert "## LVSpec\n\nholds 0, level 0, undecided 1, does not 0.\n" in papers
     assert "| [quick](quick.md): The fastest row is " in others
     assert "Not measured: tabed-1; `python -m tools.results NAME`" in others
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
@@ -159,6 +162,35 @@ def test_a_reason_stands_where_it_explains_and_nowhere_else(over: Setup, tmp_pat
     (docs / REASONS).write_text("[[reason]]\nbecause = 1\n")
     with pytest.raises(SaccadeError, match=r"reasons\.toml, reason 1: unknown key 'because'"):
         published(session.records, docs, ("lvspec-2",))
+
+
+def test_a_reason_has_the_numbers_of_the_pages_that_it_cites(over: Setup, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    session, _ = run(over, ("lvspec-2",))
+
+    def written(shown: str) -> str:
+        covers = '{ lvspec-2 = ["position shifts accept more"] }'
+        text = f'[[reason]]\nverdicts = ["undecided"]\ncause = "so"\nshown = "{shown}"\ncovers = {covers}\n'
+        (docs / REASONS).write_text(text)
+        LINES.clear()
+        return published(session.records, docs, ("lvspec-2",))["lvspec-2.md"]
+
+    claim = written("{lvspec-2: position shifts accept more}, {lvspec-2: LVSpec | block efficiency}.")
+    ratio, tokens = re.search(r"more\): so\. (.*), (.*)\.\n", claim).groups()  # type: ignore[union-attr]
+    assert f"undecided, {escape(ratio)} (LVSpec / LVSpec-no-PST" in claim
+    assert f"| LVSpec (lossy) | {tokens} " in claim
+    assert "**Why**" not in written("{tabed-1: M | block efficiency}")
+    assert "is left out, for tabed-1 is not measured" in LINES[-1]
+    with pytest.raises(SaccadeError, match=r"no number \{lvspec-2: LVSpec | speed\}; cite one of"):
+        written("{lvspec-2: LVSpec | speed}")
+
+
+def test_every_number_of_a_reason_is_cited() -> None:
+    for reason in reasons(RESULTS):
+        assert not by_hand(reason.cause), reason.cause
+        assert not by_hand(reason.shown), reason.cause
+    assert by_hand("3 % of 1.05 are 4 times {quick: plain | speed-up} or 320 steps") == ["3 %", "1.05", "4 times"]
 
 
 def test_every_reason_covers_claims_that_there_are() -> None:

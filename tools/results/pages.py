@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from saccade.options import make
 from saccade.wording import count
 from tools.results import kept, paper_tables
 from tools.results.catalogue import Measurement
-from tools.results.claims import Verdict, of_curve, verdicts
+from tools.results.claims import WORST_FIRST, Verdict, of_curve, verdicts
+from tools.results.numbers import Numbers, Unmeasured
 
 INDEX = "README.md"
 REASONS = "reasons.toml"  # beside the pages, and kept when they are replaced
@@ -57,7 +59,7 @@ class Reason:
 
     covers: Mapping[str, Any]  # claims by page, as their suites say them
     verdicts: Sequence[Any]  # that it explains; of a claim with another one the reason is left out
-    cause: str  # a clause
+    cause: str  # a clause, whose numbers are cited as `Numbers` says
     shown: str  # Markdown: the measurement that shows it
 
 
@@ -83,28 +85,34 @@ class Page:
     reasons: Mapping[str, Reason]  # by claim
 
     @classmethod
-    def of(
-        cls, measurement: Measurement, run: RecordedRun, known: Sequence[Reason], say: Callable[[str], None]
-    ) -> Page:
-        """Judge a run by the suite's present claims; say which reasons do not fit any more."""
-        suite, name = measurement.suite, measurement.name
+    def of(cls, measurement: Measurement, run: RecordedRun) -> Page:
+        """Judge a run by the suite's present claims."""
+        suite = measurement.suite
         words = {"title": suite.title, "note": suite.note, "mirrors": suite.mirrors, "claims": suite.claims}
         run = replace(run, header=replace(run.header, config={**run.header.config, **words}))
-        judged, fitting = verdicts(run), {}
-        for verdict in judged:
+        return cls(measurement, contents([run])[0], verdicts(run), {})
+
+    def explained(self, known: Sequence[Reason], numbers: Numbers, say: Callable[[str], None]) -> Page:
+        """Return the page with the reasons of its verdicts; say which of them do not fit any more."""
+        name, fitting = self.measurement.name, dict[str, Reason]()
+        for verdict in self.verdicts:
             says = verdict.claim.says
             for reason in (one for one in known if says in one.covers.get(name, ())):
-                if verdict.judgement in reason.verdicts:
-                    fitting[says] = reason
-                else:
+                if verdict.judgement not in reason.verdicts:
                     say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for it is {verdict.judgement}")
-        return cls(measurement, contents([run])[0], judged, fitting)
+                    continue
+                try:
+                    texts = {"cause": numbers.cite(reason.cause), "shown": numbers.cite(reason.shown)}
+                    fitting[says] = replace(reason, **texts)
+                except Unmeasured as problem:
+                    say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for {problem}")
+        return replace(self, reasons=fitting)
 
     def files(self) -> dict[str, bytes]:
         """The page, its numbers and its figure, by file name."""
         name, plot = self.measurement.name, self._figure()
         drawing = {f"{name}.svg": standalone(plot.drawing)} if plot else {}
-        texts = {f"{name}.md": self._markdown(plot), f"{name}.csv": self._numbers(), **drawing}
+        texts = {f"{name}.md": self._markdown(plot), f"{name}.csv": self.numbers(), **drawing}
         return {file: text.encode() for file, text in texts.items()}
 
     def _markdown(self, plot: Plot | None) -> str:
@@ -112,8 +120,8 @@ class Page:
         header, config = run.header, run.header.config
         covered: dict[int, list[str]] = {}
         for says, reason in self.reasons.items():
-            covered.setdefault(id(reason), []).append(says)
-        causes = {id(reason): reason for reason in self.reasons.values()}
+            covered.setdefault(reason.cause, []).append(says)
+        causes = {reason.cause: reason for reason in self.reasons.values()}
         mirrors = [f"Mirrors {config['mirrors']}."] if config["mirrors"] else []
         settings = (
             f"{count(len({r.prompt_id for r in run.records}), 'prompt')}, answers of at most "
@@ -123,12 +131,12 @@ class Page:
             f"# {name}: {escape(config['title'])}",
             escape(self.sentence()),
             *(
-                f"**Why** ({escape('; '.join(covered[n]))}): {_line(r.cause)}. {_line(r.shown)}"
-                for n, r in causes.items()
+                f"**Why** ({escape('; '.join(covered[cause]))}): {_line(cause)}. {_line(reason.shown)}"
+                for cause, reason in causes.items()
             ),
             escape(" ".join([*mirrors, config["note"]])).strip(),
             f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'])}. "
-            f"{escape(header.places['models'])} All numbers, also by task: [{name}.csv]({name}.csv).",
+            f"All numbers, also by task, and the models' digests: [{name}.csv]({name}.csv).",
             *(escape(f"Left out: {reason}") for reason in config["missing"]),
             tables.markdown(_summary(self.content)),
             f"![{escape(plot.title)}]({name}.svg)\n\n{escape(plot.caption)}" if plot else "",
@@ -158,7 +166,7 @@ class Page:
         lossless = all(result.lossless for result in results.values())
         return next(iter([*paper_tables.drawn_signals(run, name), *plots[:: -1 if lossless else 1]]), None)
 
-    def _numbers(self) -> str:
+    def numbers(self) -> str:
         """Every number of a report, one a line."""
         run, (everything, *_) = self.content.run, self.content.groups
         shown = {
@@ -173,6 +181,7 @@ class Page:
         text = io.StringIO()
         lines = csv.writer(text, lineterminator="\n")
         lines.writerow(["section", "task", "method", "quantity", "value", "low", "high"])
+        lines.writerow(["models", everything.name, "", run.header.places["models"], "", "", ""])
         for verdict in self.verdicts:
             for c in verdict.comparisons:
                 numbers = [f"{x:.3f}" if x is not None else "" for x in (c.ratio.value, c.ratio.low, c.ratio.high)]
@@ -227,7 +236,10 @@ def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
         of_paper[page.measurement.suite.mirrors.partition(",")[0] or PAPERS[-1]].append(page)
     for paper, found in of_paper.items():
         if found:
-            lines += ["", f"## {paper}", "", "| claim | paper | ours | verdict | cause |", "|---|---|---|---|---|"]
+            counts = Counter(verdict.judgement for page in found for verdict in page.verdicts)
+            said = ", ".join(f"{word} {counts[word]}" for word in reversed(WORST_FIRST))
+            lines += ["", f"## {paper}", "", f"{said}.", ""]
+            lines += ["| claim | paper | ours | verdict | cause |", "|---|---|---|---|---|"]
         for page in found:
             name, suite, rows = page.measurement.name, page.measurement.suite, page.verdicts
             place = suite.mirrors.partition(", ")[2]
@@ -251,12 +263,18 @@ def publish(records: Path, docs: Path, known: Sequence[Measurement], say: Callab
     if not measured:
         raise SaccadeError(f"{records} holds no records of pages; measure some with `python -m tools.results` first.")
     files: dict[str, bytes] = {}
-    pages, by_hand = [], reasons(docs)
+    pages, by_hand = list[Page](), reasons(docs)
     for number, measurement in enumerate(measured, 1):
         say(f"[{number}/{len(measured)}] {measurement.name}")
         path = kept.path_of(records, measurement.name)
-        pages.append(Page.of(measurement, kept.read(path), by_hand, say))
-        files |= {**pages[-1].files(), f"{kept.FOLDER}/{path.name}": path.read_bytes()}
+        pages.append(Page.of(measurement, kept.read(path)))
+        files[f"{kept.FOLDER}/{path.name}"] = path.read_bytes()
+    numbers = Numbers()
+    for page in pages:
+        numbers.add(page.measurement.name, page.verdicts, page.numbers())
+    pages = [page.explained(by_hand, numbers, say) for page in pages]
+    for page in pages:
+        files |= page.files()
     if by_hand:
         files[REASONS] = (docs / REASONS).read_bytes()
     files[INDEX] = index(pages, [m.name for m in known if m not in measured]).encode()
