@@ -102,8 +102,7 @@ class Page:
                     say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for it is {verdict.judgement}")
                     continue
                 try:
-                    texts = {"cause": numbers.cite(reason.cause), "shown": numbers.cite(reason.shown)}
-                    fitting[says] = replace(reason, **texts)
+                    fitting[says] = replace(reason, cause=numbers.cite(reason.cause), shown=numbers.cite(reason.shown))
                 except Unmeasured as problem:
                     say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for {problem}")
         return replace(self, reasons=fitting)
@@ -118,7 +117,7 @@ class Page:
     def _markdown(self, plot: Plot | None) -> str:
         name, run = self.measurement.name, self.content.run
         header, config = run.header, run.header.config
-        covered: dict[int, list[str]] = {}
+        covered: dict[str, list[str]] = {}
         for says, reason in self.reasons.items():
             covered.setdefault(reason.cause, []).append(says)
         causes = {reason.cause: reason for reason in self.reasons.values()}
