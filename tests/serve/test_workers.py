@@ -49,7 +49,7 @@ def server() -> Iterator[Live]:
     """One whose workers fail at what `FailingProcessor` names."""
     model = copy.copy(vlm("qwen", "qwen-draft"))
     model.processor = FAILING
-    limits: dict[str, Any] = {"media_workers": 1, "media_seconds": 6.0, "media_memory_mib": 1024}
+    limits: dict[str, Any] = {"media_workers": 1, "prepare_threads": 1, "media_seconds": 6.0, "media_memory_mib": 1024}
     with live([(TINY, model), (ModelEntry("llava"), vlm("llava"))], media=replace(SERVER), **limits) as running:
         yield running
 
