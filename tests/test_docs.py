@@ -251,13 +251,8 @@ def test_every_method_has_a_page_of_its_own() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for name in METHODS:
         text = (folder / f"{name}.md").read_text(encoding="utf-8")
-        for part in (
-            f"generated: facts {name} ",
-            f"generated: options {name} ",
-            "## Idea",
-            "](../pictures/",
-            "## When",
-        ):
+        parts = f"generated: facts {name} ", f"generated: options {name} ", "## Idea", "](../pictures/", "## When"
+        for part in parts:
             assert part in text, (name, part)
         assert f"methods/{name}.md" in site
 

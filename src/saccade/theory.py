@@ -5,8 +5,6 @@ All costs are in units of T_p(1), one target pass over one token, which is what 
 >>> from saccade import theory
 >>> round(theory.speedup(2.29, draft_passes=5, draft_cost=0.063), 2)  # TABED's own example
 1.74
->>> theory.predict(acceptance=0.8, gamma=5, draft_cost=0.05).best.gamma
-8
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ def accepted_length(acceptance: float, gamma: int) -> float:
 
 
 def acceptance_of_length(length: float, gamma: int) -> float:
-    """Acceptance at which a chain of gamma tokens has this expected accepted length, for papers that report only tau.
-
-    (LVSpec, Appendix E, reads ``1 - tau / K`` as the failure rate, which is the share of draft tokens that are lost.)
-    """
+    """Acceptance at which a chain of gamma tokens has this expected accepted length, where a paper has only tau."""
     if not 0 <= length <= _count("draft length gamma", gamma, 1):
         raise ValueError(f"The accepted length must lie between 0 and gamma = {gamma}, not {length}.")
     low, high = 0.0, 1.0
@@ -47,11 +42,23 @@ def acceptance_of_length(length: float, gamma: int) -> float:
     return high if length else 0.0
 
 
-def cost_curve(points: Mapping[int, float]) -> VerifyCost:
-    """A verification cost from measured points, linear between them.
+def top_probability_floor(confidence: float, k: int = 10) -> float:
+    """Least probability of the likeliest of k tokens with this confidence, ``1 - entropy / log k`` (SAGE, Eq. 9).
 
-    One token costs 1 by definition. Past the last point the last slope continues, but never falls.
+    It is ``k^(confidence - 1)``, as entropy is at least ``-log p1``. SAGE's Lemma 4.3 (Eq. 13), ``1/k + confidence
+    (k - 1)/k``, is false: of two equal tokens among ten it claims .729. So, if k tokens have all probability, a greedy
+    draft is accepted for sure above ``1 + log(1/2 + epsilon) / log k``, .74 for a total variation of .05, not .56.
+
+    >>> round(top_probability_floor(1 - math.log10(2)), 3), round(top_probability_floor(0.74), 2)
+    (0.5, 0.55)
     """
+    if not 0 <= confidence <= 1:
+        raise ValueError(f"The confidence must lie between 0 and 1, not {confidence}.")
+    return float(_count("number of tokens k", k, 2) ** (confidence - 1))
+
+
+def cost_curve(points: Mapping[int, float]) -> VerifyCost:
+    """A verification cost from measured points, linear between them and, if it rises, beyond; one token costs 1."""
     counted = {_count("number of tokens", n, 1): _positive("verification cost", cost) for n, cost in points.items()}
     known = {1: 1.0, **counted}
     if known[1] != 1:
@@ -70,15 +77,13 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
 
 
 FREE = cost_curve({})
-"""Verification cost 1 at any number of tokens: TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7
-on its hardware)."""
+"""Cost 1 at any number of tokens: TABED's approximation (Section 3; Remark 1: within 5 % up to gamma 7 there)."""
 
 
 def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0) -> float:
     """Expected speed-up: tokens per pass, the bonus token included, over the cost of the pass and its draft.
 
-    Source: TABED, Section 3, Eq. 1, which has 1 for the verification cost; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its own
-    check value (Appendix G.1). (LVSpec, Section 2.2, Eq. 3, leaves the bonus token out.)
+    Source: TABED, Section 3, Eq. 1, with 1 for the verification cost. (LVSpec's Eq. 3 leaves the bonus token out.)
     """
     if _positive("block efficiency", block_efficiency) < 1:
         raise ValueError(f"The block efficiency must be at least 1, not {block_efficiency}.")
@@ -86,10 +91,7 @@ def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, ve
 
 
 def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> float | None:
-    """Acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
-
-    None where it is slower even if every draft token is accepted.
-    """
+    """Acceptance above which a chain is faster than plain decoding; None where it is slower even at 1."""
     needed = _pass_cost(_count("draft length gamma", gamma, 1), draft_cost, verify_cost) - 1
     return None if needed > gamma else acceptance_of_length(max(needed, 0.0), gamma)
 
@@ -114,7 +116,8 @@ def best_gamma(
 
     With ``one_pass`` the draft cost is that of the whole draft, as of DFlash and Medusa.
 
-    (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, not 8.)
+    (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, not 8.
+    Eq. 16 has one less than its proof.)
     """
     best = BestGamma(0, 1.0)
     for gamma in range(1, longest + 1):
@@ -150,10 +153,7 @@ def predict(
     longest: int = 32,
     one_pass: bool = False,
 ) -> ChainEstimate:
-    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best.
-
-    With ``one_pass`` the draft cost is that of the whole draft.
-    """
+    """Predict a chain's accepted length, block efficiency, speed-up and best gamma; ``one_pass`` as in `best_gamma`."""
     length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))
     cost = verify_cost(gamma + 1)
     best = best_gamma(acceptance, draft_cost, verify_cost=verify_cost, longest=longest, one_pass=one_pass)
