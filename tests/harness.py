@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -182,6 +183,17 @@ def assert_one_shot(session: RunningBatch, name: str, inputs: Inputs, n: int = S
     output = answer(session.engine, longer, n, session=session)
     assert output.tokens == reference_greedy(pristine(name), inputs, n)[0]
     return output
+
+
+@contextmanager
+def running_on(threads: int) -> Iterator[None]:
+    """Run torch on so many threads while the context is open."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Proposal = tuple[int, list[int], DraftTree]

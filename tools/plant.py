@@ -76,11 +76,15 @@ def outcome(plant: Plant, folder: Path, limit: float) -> tuple[str, str]:
     failed = _FAILED.search(printed)
     if code == 0:
         return "survived", ", ".join(plant.tests)
-    if code != 1 or failed is None:
+    if code < -1:  # of a signal
+        again, reason = plant.tests, f"signal {-code} in {', '.join(plant.tests)}"
+    elif code == 1 and failed is not None:
+        again, reason = [failed[1]], failed[1]
+    else:
         return "unclear", printed.strip().rpartition("\n")[2]
-    if tested(folder, [failed[1]], limit)[0]:
-        return "unclear", f"{failed[1]} fails without the bug, too"
-    return "noticed", failed[1]
+    if tested(folder, again, limit)[0]:
+        return "unclear", f"{reason} fails without the bug, too"
+    return "noticed", reason
 
 
 def outcomes(plants: Sequence[Plant], root: Path = ROOT, limit: float = 180) -> Iterator[tuple[Plant, str, str]]:

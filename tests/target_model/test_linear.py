@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from checkpoints import ready
 from families import FAMILIES, reference_greedy
-from harness import prompts
+from harness import prompts, running_on
 from saccade import cpu, load
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
@@ -49,12 +49,9 @@ def test_a_copied_weight_has_the_product_of_the_plain_one(rows: int, biased: boo
     torch.manual_seed(rows)
     product = Linear(of_16_bits(96, 64), torch.randn(96) if biased else None)
     assert product.pack({layout: range(2, 64)}) == product.weight.nbytes * linear.LAYOUTS[layout][1]
-    x, before = torch.randn(rows, 64), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    x = torch.randn(rows, 64)
+    with running_on(threads):
         torch.testing.assert_close(product(x), F.linear(x, product.weight, product.bias), rtol=1e-5, atol=1e-4)
-    finally:
-        torch.set_num_threads(before)
     assert (rows in product._rows) == (2 <= rows < 64)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import FAMILIES, FamilyCase
-from harness import answer, course
+from harness import answer, course, running_on
 from saccade import cpu, vlm
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import ConfidentChain
@@ -25,6 +25,7 @@ from saccade.options import INT8
 from saccade.target_model import executor as executors
 from saccade.target_model import openvino, openvino_graph
 from saccade.target_model.adapter import Target
+from saccade.target_model.cache import QUANTUM
 from saccade.target_model.context import Context
 from saccade.target_model.executor import Ahead
 from saccade.target_model.int8 import int8_of
@@ -207,6 +208,40 @@ def test_entries_beyond_a_sliding_window_run_on_the_lean_decoder() -> None:
     equal(*logits)
 
 
+def test_a_window_counts_the_gaps_between_entries() -> None:
+    """The entries are fewer than the window reaches, their positions more."""
+    contexts = [Context(model, 1) for model in targets("mistral")]
+    window = contexts[0].target.traits.masks.window
+    assert window is not None
+    for each in contexts:
+        each.load(0, Prompt(tuple(range(20, 20 + window + 4))), [*range(3, 13)])
+        each.cache.reserve(0, window)
+    equal(*(each.forward([0], torch.tensor([[5]])).logits for each in contexts))
+
+
+def test_a_norms_epsilon_counts_where_states_are_small() -> None:
+    models = targets()
+    for model in models:
+        with torch.no_grad():
+            model.embedding_weight.mul_(1e-3)
+    equal(*(context(model, FAMILIES["llama"]).forward([0], torch.tensor([[5]])).logits for model in models))
+
+
+def test_a_chain_that_runs_ahead_into_a_rows_next_blocks_sees_all_entries() -> None:
+    contexts = [Context(model, 1) for model in targets()]
+    for each in contexts:
+        each.cache.reserve(0, 2 * openvino_graph.BLOCK)
+        each.load(0, Prompt(tuple(range(20, 18 + openvino_graph.BLOCK))))
+    with running_on(2):  # with as many rows as threads the operation does not read how long the longest row is
+        ours = contexts[0].run_ahead(Ahead([0], [[5]], 6, 90))
+    assert ours is not None
+    new = 5
+    for logits in ours[:, 0]:
+        expected = contexts[1].forward([0], torch.tensor([[new]])).logits[0, -1, :90]
+        equal(logits, expected)
+        new = int(expected.argmax())
+
+
 def test_weights_that_are_set_in_place_count() -> None:
     ours, theirs = targets()
     block = TokenBlock([0], torch.tensor([[5, 6, 7]]))
@@ -283,6 +318,29 @@ def test_activations_are_rounded_for_one_token_as_for_several_whatever_layers_re
     torch.testing.assert_close(
         torch.cat([each.hidden[1] for each in alone], 1), together.hidden[1], rtol=1e-6, atol=1e-5
     )
+
+
+def test_a_single_token_is_doubled_where_activations_are_rounded_and_finds_a_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether OpenVINO rounds is up to the processor; what it gets is not."""
+    put, shapes = openvino._Bound.put, list[tuple[int, ...]]()
+
+    def seen(bound: Any, name: str, values: Any) -> None:
+        if name == "x":
+            shapes.append(values.shape)
+        put(bound, name, values)
+
+    monkeypatch.setattr(openvino._Bound, "put", seen)
+    for weights, tokens, slots in ((INT8, 2, QUANTUM + 1), ("stored", 1, QUANTUM)):
+        model = Target(FAMILIES["qwen2"].model(), "openvino", weights=weights)
+        cache = model.new_cache(1)
+        cache.reserve(0, QUANTUM)
+        assert cache.capacity(0) >= slots
+        shapes.clear()
+        for count in (QUANTUM - 1, 1):
+            model.forward(cache, [TokenBlock([0], torch.full((1, count), 5))])
+        assert [shape[0] for shape in shapes] == [QUANTUM - 1, tokens]
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(0.5, "openvino"), (2.0, "lean")])

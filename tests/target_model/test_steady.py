@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES
+from harness import running_on
 from saccade.target_model import exact, lean, linear
 from saccade.target_model.adapter import Target
 from saccade.target_model.exact import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
@@ -132,16 +133,12 @@ def test_the_sizes_that_agree_are_found_again_when_the_number_of_threads_changes
 ) -> None:
     target, tried = Target(FAMILIES["llama"].model(), exact=True), list[int]()
     monkeypatch.setattr(lean, "make_steady", lambda products: tried.append(len(products)) or (1,))
-    before = torch.get_num_threads()
     assert target.is_lean
     assert not tried
-    torch.set_num_threads(before + 1)
-    try:
+    with running_on(torch.get_num_threads() + 1):
         assert target.is_lean
         assert target.is_lean
         assert len(tried) == 1
-    finally:
-        torch.set_num_threads(before)
     assert target.is_lean
     assert len(tried) == 2
 
@@ -150,12 +147,8 @@ def test_the_sizes_that_agree_are_found_again_when_the_number_of_threads_changes
 def test_the_activation_of_a_row_does_not_depend_on_the_rows_beside_it(threads: int) -> None:
     """torch's own does with several threads, whose shares end within rows."""
     both = torch.randn(300, 2 * 700, generator=torch.Generator().manual_seed(0))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with running_on(threads):
         whole = steady_silu(both[:, :700])
         torch.testing.assert_close(whole, torch.nn.functional.silu(both[:, :700]))
         for count in (1, 7, 67, 131, 201):
             assert torch.equal(steady_silu(both[:count, :700]), whole[:count])
-    finally:
-        torch.set_num_threads(before)
