@@ -138,23 +138,30 @@ def prompt(name: str, kind: str | None = None, row: int = 0) -> Prompt:
     return prompts(case, case.row_inputs(kind or case.kinds[0], row))[0]
 
 
-def requests(name: str, kind: str | None = None, rows: int = 3, seed: int = 0) -> list[Request]:
+def prompts_of(name: str, kind: str | None = None, rows: int = 3) -> list[Prompt]:
     """Rows of a family's prompts of one kind, by default its first."""
     case = FAMILIES[name]
-    rows_of = prompts(case, case.inputs(kind or case.kinds[0], rows))
-    return [Request(each, seed=seed + row) for row, each in enumerate(rows_of)]
+    return prompts(case, case.inputs(kind or case.kinds[0], rows))
+
+
+def requests(name: str, kind: str | None = None, rows: int = 3, seed: int = 0) -> list[Request]:
+    """The same as requests."""
+    return [Request(each, seed=seed + row) for row, each in enumerate(prompts_of(name, kind, rows))]
 
 
 def run(name: str, method: str, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: Any) -> list[Output]:
     """The engine's outputs for all rows of a Hugging Face batch."""
-    rows = [Request(each) for each in prompts(FAMILIES[name], inputs)]
-    return engine(name, method).generate(rows, max_new_tokens=n, **options)
+    return answers(engine(name, method), prompts(FAMILIES[name], inputs), n, **options)
+
+
+def answers(method: Engine, asked: Sequence[Prompt], n: int = MAX_NEW_TOKENS, **options: Any) -> list[Output]:
+    """The engine's outputs for some prompts."""
+    return method.generate([Request(each) for each in asked], max_new_tokens=n, **options)
 
 
 def answer(method: Engine, asked: Prompt, n: int = MAX_NEW_TOKENS, **options: Any) -> Output:
     """The engine's output for one prompt."""
-    (output,) = method.generate([Request(asked)], max_new_tokens=n, **options)
-    return output
+    return answers(method, [asked], n, **options)[0]
 
 
 def assert_equals_generate(

@@ -22,7 +22,6 @@ from saccade.cli.option_groups import option
 from saccade.errors import InputError
 
 ROOT = Path(__file__).parents[1]
-PLANTS = Path(__file__).with_name("plants.toml")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _FAST = ("-m", "not slow and not browser and not ray", "-p", "no:xdist", "-p", "no:cacheprovider")
 
@@ -76,15 +75,12 @@ def outcome(plant: Plant, folder: Path, limit: float) -> tuple[str, str]:
     failed = _FAILED.search(printed)
     if code == 0:
         return "survived", ", ".join(plant.tests)
-    if code < -1:  # of a signal
-        again, reason = plant.tests, f"signal {-code} in {', '.join(plant.tests)}"
-    elif code == 1 and failed is not None:
-        again, reason = [failed[1]], failed[1]
-    else:
+    noticing = plant.tests if code < -1 else [failed[1]] if code == 1 and failed else []  # less than -1: a signal
+    if not noticing:
         return "unclear", printed.strip().rpartition("\n")[2]
-    if tested(folder, again, limit)[0]:
-        return "unclear", f"{reason} fails without the bug, too"
-    return "noticed", reason
+    if tested(folder, noticing, limit)[0]:
+        return "unclear", f"{', '.join(noticing)} fails without the bug, too"
+    return "noticed", ", ".join(noticing)
 
 
 def outcomes(plants: Sequence[Plant], root: Path = ROOT, limit: float = 180) -> Iterator[tuple[Plant, str, str]]:
@@ -102,7 +98,7 @@ def main(
     limit: float = option(180, "Seconds for a plant's tests.", min=1),
 ) -> None:
     """Plant the bugs of `tools/plants.toml` in a copy of the tree; exit code 1 unless a test notices every one."""
-    listed = [Plant(**values) for values in tomllib.loads(PLANTS.read_text("utf-8"))["plant"]]
+    listed = [Plant(**values) for values in tomllib.loads((ROOT / "tools/plants.toml").read_text("utf-8"))["plant"]]
     chosen = [each for each in listed if room in (None, each.room) and (not names or each.name in names)]
     if not chosen:
         raise InputError("No plant has that name and room; tools/plants.toml lists them.")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from harness import POLICIES, assert_equals_generate, course, draft, prompts, re
 from heads_kit import Recording
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
-from saccade.draft.model import ModelDraftSession
 from saccade.draft.pard import PardDrafter, PardDraftSession
 from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import Chain
@@ -33,7 +31,6 @@ from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.model_spec import ModelSpec
 from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context
 from saccade.verify.loose import RandomLoosening
 from saccade.vlm import check
 
@@ -101,7 +98,7 @@ def worst(name: str, kind: str, policy: Any = "chain", rows: int = 3) -> float:
 
 
 CLOSE = 1e-3
-"""Sums in another order; logits of the tiny models spread over some units, and every mistake below is above .05."""
+"""Sums in another order; logits of tiny models spread over units, and mistakes of tools/plants.toml are above .05."""
 
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic", "oneshot"])
@@ -109,62 +106,6 @@ CLOSE = 1e-3
 @pytest.mark.singly
 def test_every_depth_has_the_logits_of_one_forward_over_text_and_masks(name: str, kind: str, policy: str) -> None:
     assert worst(name, kind, policy) < CLOSE
-
-
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks stay in the cache."""
-    honest = Context.commit
-
-    def commit(self: Any, rows: Any, chosen: Any, ids: Any) -> None:
-        masks = [range(self.cache.pending[row]) for row in rows] if self.target is draft("llama") else chosen
-        honest(self, rows, masks, ids)
-
-    monkeypatch.setattr(Context, "commit", commit)
-
-
-def block_of(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        honest = Context.block
-
-        def block(self: Any, *given: Any) -> Any:
-            made = honest(self, *given)
-            return change(made) if self.target is draft("llama") else made
-
-        monkeypatch.setattr(Context, "block", block)
-
-    return plant
-
-
-@block_of
-def seeing(made: Any) -> Any:
-    """A mask attends to the masks after it."""
-    allowed = torch.ones(made.count, made.count, dtype=torch.bool).tril()
-    allowed[1 - DEPTH :, 1 - DEPTH :] = True
-    return replace(made, attention_mask=allowed[None])
-
-
-@block_of
-def shifted(made: Any) -> Any:
-    """Masks stand one place too far to the right."""
-    depth = torch.arange(made.count)
-    depth[1 - DEPTH :] += 1
-    return replace(made, depth=depth[None])
-
-
-def other_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A depth reads the logits before its own."""
-    honest = ModelDraftSession.run
-
-    def run(self: Any, *given: Any, **named: Any) -> list[Tensor]:
-        return [torch.cat([logits[:1], logits[:-1]]) for logits in honest(self, *given, **named)]
-
-    monkeypatch.setattr(ModelDraftSession, "run", run)
-
-
-@pytest.mark.parametrize("mistake", [kept, seeing, shifted, other_slot])
-def test_planted_mistakes_are_noticed(mistake: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake(monkeypatch)
-    assert worst("llama", "text") > 0.05
 
 
 # --------------------------------------------------------------------------- answers

@@ -16,10 +16,7 @@ from saccade.draft.ensemble.weights import InverseError, Random
 from saccade.engine import Engine, Request
 from saccade.output import Output
 from saccade.pocket import draw
-from saccade.target_model.token_blocks import ForwardOutput
-from saccade.tree import DraftTree
 from saccade.verify.loose import RandomLoosening
-from saccade.verify.rule import Sampling, Uniforms, Verdict
 
 HEADS = ("eagle2", "eagle3", "peagle", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
@@ -103,47 +100,6 @@ def test_a_seed_gives_the_same_tokens_again_and_another_gives_others() -> None:
     assert first == again
     (other,) = harness.tokens(method.generate([Request(asked[0].prompt, seed=7)], **SAMPLED))
     assert other != first[0]
-
-
-def _numbers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule's numbers begin where the proposer's end."""
-    right = Uniforms.pop
-
-    def pop(self: Uniforms, count: int) -> Tensor:
-        self.judging = self.judging.flatten(1).roll(count, 1).view_as(self.judging)
-        return right(self, count)
-
-    monkeypatch.setattr(Uniforms, "pop", pop)
-
-
-def _numbers_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many numbers per level as the batch's widest tree has children."""
-    right = Sampling.judge
-
-    def judge(
-        self: Sampling, rows: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor, output: ForwardOutput
-    ) -> Verdict:
-        levels, width = self.uniforms(tree.max_depth, tree.max_children)
-        packed = uniforms.flatten(1)[:, : levels * width].unflatten(1, (levels, width))
-        return right(self, rows, tree, scores, packed, output)
-
-    monkeypatch.setattr(Sampling, "judge", judge)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "drafter", "tree"),
-    [
-        (_numbers_in_turn, "model", "confident"),
-        (_numbers_in_turn, "kangaroo", "confident"),
-        (_numbers_packed, "merged", "chain"),
-    ],
-)
-def test_numbers_that_move_with_the_neighbours_trees_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, mistake: Any, drafter: str, tree: str
-) -> None:
-    mistake(monkeypatch)
-    together, alone = beside_and_alone(engine("llama", drafter, tree), "llama", SAMPLED)
-    assert harness.tokens(together) != harness.tokens(alone)
 
 
 @pytest.mark.executors

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import prompts, target
 from PIL import Image
 from transformers import BlipConfig, BlipForConditionalGeneration, Florence2Config, Florence2ForConditionalGeneration
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
@@ -21,6 +20,7 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 from checkpoints import picture as gradient
 from checkpoints import ready, tokenizer
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
+from harness import prompts_of, target
 from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble import views
 from saccade.draft.ensemble.ensemble import TextOnly
@@ -46,7 +46,7 @@ def visuals(name: str, prompt: Prompt) -> int:
 def test_the_text_view_has_one_newline_for_every_medium(name: str) -> None:
     view = TextOnly(target(name).config, WORDS)
     for kind in FAMILIES[name].kinds:
-        for prompt in prompts(name, kind):
+        for prompt in prompts_of(name, kind):
             seen = view.rewrite(prompt)
             assert not seen.media
             assert visuals(name, seen) == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import draft, generate, prompts, target
 from random_trees import PathModel
 from torch import Tensor
 
 from families import FAMILIES
+from harness import answers, draft, prompts_of, target
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture, Multimodal, TextOnly
 from saccade.draft.ensemble.views import Caption
@@ -196,7 +196,7 @@ def test_rows_that_have_ended_add_nothing_to_the_history() -> None:
     weighting, views = _Watched(), [Multimodal(), TextOnly(target("llava").config, Numerals())]
     engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(4), views, weighting))
     end = FAMILIES["llava"].reference("image", rows=3)[1][9]
-    outputs = generate(engine, prompts("llava"), new=40, eos_token_id=end)
+    outputs = answers(engine, prompts_of("llava"), 40, eos_token_id=end)
     assert len({len(output.tokens) for output in outputs}) > 1
     blocks: list[tuple[int, list[int]]] = weighting.__dict__["seen"]
     for row, output in enumerate(outputs):
@@ -212,9 +212,9 @@ def test_the_time_of_captions_can_be_told_from_prefill() -> None:
     view = Caption(target("llava").config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
     engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(2), [Multimodal(), view]))
     session: Any = engine.open(1)
-    (first,) = generate(engine, prompts("llava", rows=1), session, new=3)
+    (first,) = answers(engine, prompts_of("llava", rows=1), 3, session=session)
     assert first.stats.times.caption == view.seconds >= 0.05
-    (again,) = generate(engine, prompts("llava", rows=1), session, new=3)
+    (again,) = answers(engine, prompts_of("llava", rows=1), 3, session=session)
     assert again.stats.times.caption == 0
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import prompts, target
 from PIL import Image
 
 from checkpoints import picture
 from families import FAMILIES, VISUAL_FAMILIES
+from harness import prompts_of, target
 from saccade.draft.ensemble.views import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.families import family_of, split
@@ -29,14 +29,14 @@ def read(name: str, prompt: Prompt) -> Prompt:
 
 @pytest.mark.parametrize("name", [n for n in RESIZED if not n.startswith("mistral3")])
 def test_even_sides_leave_a_quarter_of_the_visual_tokens(name: str) -> None:
-    (prompt,) = [p for p in prompts(name) if p.media[0].n_tokens == 4]  # the third picture, 2 x 2 tokens
+    (prompt,) = [p for p in prompts_of(name) if p.media[0].n_tokens == 4]  # the third picture, 2 x 2 tokens
     seen = read(name, prompt)
     assert seen.media[0].n_tokens == 1
     assert read(name, seen) == seen  # a single visual token cannot be halved
 
 
 def test_a_picture_is_kept_whole_where_the_model_fails_on_a_single_visual_token() -> None:
-    *_, prompt = prompts("mistral3")
+    *_, prompt = prompts_of("mistral3")
     assert read("mistral3", prompt) == prompt
 
 
@@ -103,13 +103,13 @@ def test_a_longer_conversation_begins_with_the_same_reading(name: str) -> None:
 
 
 def test_pictures_of_one_size_cannot_be_halved() -> None:
-    (prompt,) = prompts("llava", rows=1)
+    (prompt,) = prompts_of("llava", rows=1)
     with pytest.raises(InputError, match="have a fixed size"):
         family_of(target("llava").config).halved(prompt.media[0])
 
 
 def test_half_precision_pictures_stay_so() -> None:
-    (prompt,) = prompts("mistral3", rows=1)
+    (prompt,) = prompts_of("mistral3", rows=1)
     (medium,) = prompt.media
     rough = {**medium.tensors, "pixel_values": medium.tensors["pixel_values"].bfloat16()}
     small = family_of(target("mistral3").config).halved(Medium("image", rough, medium.n_tokens, "")).tensors

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import draft, target
 from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_paths, trees
 
+from harness import draft, target
 from saccade.draft import merged as merging
 from saccade.draft.drafter import DrafterFacts
 from saccade.draft.heads.head import HeadConfig, build_head

@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from pairs import course
 
 from checkpoints import picture, ready, vlm
 from families import FAMILIES
+from harness import course
 from saccade import InputError, MethodError, options
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.trees.policy import Chain, branches_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import prompts, target
 from torch import Tensor
 
 import families
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
+from harness import prompts_of, target
 from saccade.draft.ensemble.ensemble import View
 from saccade.draft.ensemble.views import HalvedPictures, PooledFeatures, pool, pooled
 from saccade.draft.model import ModelDrafter, ModelDraftSession
@@ -64,7 +64,7 @@ def test_a_drafter_without_eyes_is_refused_in_a_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
-    (prompt,) = prompts(name, rows=1)
+    (prompt,) = prompts_of(name, rows=1)
     view = pooled(target(name))
     before = session(name).context.load(0, prompt).logits
     settings = target(name).config.vision_config.to_dict()
@@ -82,7 +82,7 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
 @torch.no_grad()
 def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: str, kind: str) -> None:
     view, opened = pooled(target(name)), session(name, rows=3)
-    originals = prompts(name, kind)
+    originals = prompts_of(name, kind)
     for row, prompt in enumerate(originals):
         load(view, opened, view.rewrite(prompt), row)
         opened._target.cache.reserve(row, 1)
@@ -145,7 +145,7 @@ def _average_by_hand(name: str, stock: Any) -> None:
 @pytest.mark.parametrize("name", [n for n in AVERAGED if n not in ANYRES])
 def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
     view = pooled(target(name))
-    for prompt in prompts(name):
+    for prompt in prompts_of(name):
         seen = view.rewrite(prompt)
         assert visuals(name, seen) == visuals(name, prompt) / 4
         assert [i for i in seen.ids if i != IMAGE] == [i for i in prompt.ids if i != IMAGE]
@@ -155,7 +155,7 @@ def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ANYRES)
 def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model with patches twice as large would have it."""
-    originals = prompts(name)
+    originals = prompts_of(name)
     monkeypatch.setattr(families, "ANYRES_SIDE", families.ANYRES_SIDE // 2)
     expected = FAMILIES[name].inputs("image", 3)
     for row, prompt in enumerate(originals):
@@ -187,7 +187,7 @@ def test_a_class_token_stays_before_the_averages() -> None:
     assert torch.allclose(pool(features), torch.cat([features[:, :1], torch.stack(by_hand)], 1), atol=1e-6)
     stock = FAMILIES["llava"].model()
     stock.config.vision_feature_select_strategy = "full"
-    pixels = prompts("llava", rows=1)[0].media[0].tensors
+    pixels = prompts_of("llava", rows=1)[0].media[0].tensors
     (prompt,) = split(stock.config, {"input_ids": torch.tensor([[1, *[IMAGE] * 17, 20]]), **pixels})
     assert pooled(Target(stock)).rewrite(prompt).ids == (1, *[IMAGE] * 5, 20)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import draft, prompt, target
 from PIL import Image
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
+from harness import draft, prompt, target
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Pruned
 from saccade.draft.pruning import Pruning, frames_of, places_of, resample, spread, two_stages

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import course, draft, generate, prompt, target
 
 from families import FAMILIES
+from harness import answers, course, draft, prompt, target
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import Fixed
@@ -47,7 +47,7 @@ def ensemble(select: Any = "uniform") -> Engine:
 
 
 def answer(kind: str, row: int) -> list[int]:
-    return FAMILIES[NAME].reference(kind, rows=row + 1, n=20)[row]
+    return FAMILIES[NAME].reference(kind, rows=row + 1)[row]
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_words_alone_are_read_and_run_once(rows: int, ran: list[set[int]]) -> None:
     prompts = [prompt(NAME, "text", row) for row in range(rows)]
-    outputs = generate(ensemble(), prompts)
+    outputs = answers(ensemble(), prompts)
     assert set().union(*ran) == set(range(rows))
-    alone = generate(Engine(target(NAME), ModelDrafter(draft(NAME), Chain(4))), prompts)
+    alone = answers(Engine(target(NAME), ModelDrafter(draft(NAME), Chain(4))), prompts)
     assert [course(o) for o in outputs] == [course(o) for o in alone]
 
 
@@ -77,13 +77,13 @@ def test_words_alone_are_read_and_run_once(rows: int, ran: list[set[int]]) -> No
 def test_a_picture_in_one_row_leaves_the_others_their_one_view(kinds: tuple[str, ...], ran: list[set[int]]) -> None:
     prompts = [prompt(NAME, kind, row) for row, kind in enumerate(kinds)]
     session: Any = ensemble().open(4)
-    outputs = generate(ensemble(), prompts, session)
+    outputs = answers(ensemble(), prompts, session=session)
     assert [o.tokens for o in outputs] == [answer(kind, row) for row, kind in enumerate(kinds)]
     views = {row: {slot // 4 for rows in ran for slot in rows if slot % 4 == row} for row in range(len(kinds))}
     assert views == {row: {0} if kind == "text" else {0, 1, 2} for row, kind in enumerate(kinds)}
     for row, kind in enumerate(kinds):
         if kind == "text":
-            (single,) = generate(ensemble(), [prompts[row]])
+            (single,) = answers(ensemble(), [prompts[row]])
             assert course(outputs[row]) == course(single)
 
 
@@ -93,16 +93,16 @@ def test_a_session_goes_to_and_fro(select: str) -> None:
     engine = ensemble(select)
     session: Any = engine.open(1)
     for kind, row in (("text", 0), ("image", 1), ("text", 2), ("image", 0), ("image", 0)):
-        (output,) = generate(engine, [prompt(NAME, kind, row)], session)
+        (output,) = answers(engine, [prompt(NAME, kind, row)], session=session)
         assert output.tokens == answer(kind, row)
-        assert course(output) == course(generate(engine, [prompt(NAME, kind, row)])[0])
+        assert course(output) == course(answers(engine, [prompt(NAME, kind, row)])[0])
 
 
 def test_words_teach_nothing_of_the_views() -> None:
     session: Any = ensemble().open(1)
-    generate(ensemble(), [prompt(NAME, "text", 0)], session)
+    answers(ensemble(), [prompt(NAME, "text", 0)], session=session)
     assert session.drafting._weights.history.counts([0]).item() == 0
-    generate(ensemble(), [prompt(NAME, "image", 0)], session)
+    answers(ensemble(), [prompt(NAME, "image", 0)], session=session)
     assert session.drafting._weights.history.counts([0]).item() > 0
 
 
@@ -129,12 +129,12 @@ def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
 def test_sage_drafts_for_a_new_prompt_as_if_it_were_the_first(kind: str) -> None:
     engine = Engine(target(NAME), drafter(kind, SageTree(window=2, ceiling=9)))
     session: Any = engine.open(1)
-    (answer,) = generate(engine, [prompt(NAME, row=0)], session, new=12)
-    (again,) = generate(engine, [prompt(NAME, row=1)], session, new=12)
-    (fresh,) = generate(engine, [prompt(NAME, row=1)], engine.open(1), new=12)
+    (answer,) = answers(engine, [prompt(NAME, row=0)], 12, session=session)
+    (again,) = answers(engine, [prompt(NAME, row=1)], 12, session=session)
+    (fresh,) = answers(engine, [prompt(NAME, row=1)], 12, session=engine.open(1))
     assert course(again) == course(fresh)
     session = engine.open(1)
-    generate(engine, [prompt(NAME, row=0)], session, new=12)
+    answers(engine, [prompt(NAME, row=0)], 12, session=session)
     shaping = getattr(session.drafting, "_session", session.drafting)._shaping
     shaping = getattr(shaping, "_shaping", shaping)
     shaping._catch_up(shaping._rows[0])
@@ -169,7 +169,7 @@ def of_words(kind: str, policy: Any) -> Any:
 @cache
 def ending() -> int:
     """The token with which the first prompt's answer begins, and which the second one's does not have."""
-    first, second = generate(Engine(target("llama")), [SHORT, LONG], new=NEW)
+    first, second = answers(Engine(target("llama")), [SHORT, LONG], NEW)
     assert first.tokens[0] not in second.tokens
     return first.tokens[0]
 
@@ -178,8 +178,8 @@ def ending() -> int:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_row_that_has_ended_lets_the_others_draft_as_if_they_were_alone(kind: str, name: str) -> None:
     engine = Engine(target("llama"), of_words(kind, (SHALLOW if kind == "medusa" else POLICIES)[name]))
-    (alone,) = generate(engine, [LONG], new=NEW, eos_token_id=ending())
-    ended, other = generate(engine, [SHORT, LONG], new=NEW, eos_token_id=ending())
+    (alone,) = answers(engine, [LONG], NEW, eos_token_id=ending())
+    ended, other = answers(engine, [SHORT, LONG], NEW, eos_token_id=ending())
     assert len(ended.tokens) == 1
     assert len(other.tokens) == NEW
     assert course(other) == course(alone)
@@ -187,7 +187,7 @@ def test_a_row_that_has_ended_lets_the_others_draft_as_if_they_were_alone(kind: 
 
 def test_a_row_that_has_ended_is_drafted_for_no_more(ran: list[set[int]]) -> None:
     engine = Engine(target("llama"), ModelDrafter(draft("llama"), Chain(3)))
-    generate(engine, [SHORT, LONG], new=NEW, eos_token_id=ending())
+    answers(engine, [SHORT, LONG], NEW, eos_token_id=ending())
     last = max(number for number, rows in enumerate(ran) if 0 in rows)
     assert last < len(ran) / 3
 
@@ -198,7 +198,7 @@ def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:
     def remembered(prompts: list[Prompt]) -> list[Any]:
         engine = Engine(target("llama"), of_words("model", SageTree()))
         session: Any = engine.open(len(prompts))
-        generate(engine, prompts, session, new=NEW, eos_token_id=ending())
+        answers(engine, prompts, NEW, session=session, eos_token_id=ending())
         shaping = session.drafting._shaping
         assert isinstance(shaping, SageSession)
         for row in shaping._rows:

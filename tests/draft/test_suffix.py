@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import target
 from random_trees import assert_consistent, token_paths
 
+from harness import target
 from saccade.draft import suffix
 from saccade.draft.earlier_answers import TOKEN_BYTES, AnswerStore
 from saccade.draft.lookup import END, IndexedText, tree_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import harness
-from families import FAMILIES
+from harness import drain
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
@@ -22,10 +22,9 @@ def engine(method: str, family: str = "llama") -> Engine:
 
 
 @cache
-def prompts(kind: str = "text", family: str = "llama", rows: int = 4) -> tuple[Prompt, ...]:
+def prompts(kind: str = "text", family: str = "llama") -> list[Prompt]:
     """Of different lengths."""
-    case = FAMILIES[family]
-    return tuple(harness.prompts(case, case.inputs(kind, rows=rows)))
+    return harness.prompts_of(family, kind, rows=4)
 
 
 def add(
@@ -34,11 +33,6 @@ def add(
     """A row with options of its own, as of `generate`."""
     (decoding,) = plan(batch.target, [prompt], max_new_tokens=n, **options)
     return batch.add(Request(prompt, draft, seed=seed), decoding)
-
-
-def drain(batch: RunningBatch) -> None:
-    while not batch.is_idle:
-        batch.step()
 
 
 def alone(method: str, prompt: Prompt, family: str = "llama", **options: Any) -> list[int]:

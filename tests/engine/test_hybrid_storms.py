@@ -17,7 +17,6 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request, Row
 from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
-from saccade.target_model.recurrent import RecurrentStates
 
 KINDS = {"qwen3_5": ("text", "image", "images2", "video"), "lfm2": ("text",), "nemotron_h": ("text",)}
 METHODS = ("plain", "chain", "dynamic", "lookup", "merged")
@@ -78,7 +77,7 @@ def storm(name: str, method: str, count: int, seed: int, longest: int) -> int:
 
 @pytest.mark.parametrize(("name", "method"), [("qwen3_5", "dynamic"), ("lfm2", "chain"), ("nemotron_h", "merged")])
 def test_rows_of_a_hybrid_among_others_give_what_they_give_alone(name: str, method: str) -> None:
-    assert storm(name, method, 8, 1, 12) > 20
+    assert storm(name, method, 12, 1, 12) > 20
 
 
 @pytest.mark.slow
@@ -89,25 +88,3 @@ def test_many_rows_of_a_hybrid_among_others_give_what_they_give_alone(name: str,
     total, seeds = 0, itertools.count(10)
     while total < 2_000:
         total += storm(name, method, 24, next(seeds), 48)
-
-
-def states_of_the_last_owner(states: RecurrentStates, row: int, length: int) -> None:
-    if length:
-        HONEST_RESTORE(states, row, length)
-
-
-def states_of_another_row(states: RecurrentStates, row: int, length: int) -> None:
-    others = [saved for number, entries in enumerate(states._saved) if number != row for _, saved in entries]
-    if length and others:
-        states._saved[row] = [(length, others[-1])]
-    HONEST_RESTORE(states, row, length)
-
-
-HONEST_RESTORE = RecurrentStates.restore
-
-
-@pytest.mark.parametrize("mistake", [states_of_the_last_owner, states_of_another_row])
-def test_states_that_are_not_the_row_s_own_are_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecurrentStates, "restore", mistake)
-    with pytest.raises(AssertionError):
-        storm("qwen3_5", "dynamic", 12, 1, 12)

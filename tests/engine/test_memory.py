@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit import add, alone, drain, engine, prompts
+from kit import add, alone, engine, prompts
 
 from architectures import ARCHITECTURES
 from families import FAMILIES
+from harness import drain
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Multimodal
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter

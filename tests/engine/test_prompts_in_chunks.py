@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from kit import Forwards, add, alone, drain, engine, prompts
+from kit import Forwards, add, alone, engine, prompts
 
 from families import FAMILIES
+from harness import drain
 from saccade.engine import Engine, Request
 from saccade.engine.prefill import ChunkSizes
 from saccade.inputs.families.family import Prompt
@@ -35,7 +36,7 @@ def sizes(length: int) -> list[int]:
     ("family", "kind"), [(family, kind) for family, case in FAMILIES.items() for kind in case.kinds]
 )
 def test_chunks_of_any_size_give_the_tokens_of_whole_prompts(family: str, kind: str) -> None:
-    prompt = prompts(kind, family, 1)[0]
+    prompt = prompts(kind, family)[0]
     expected = FAMILIES[family].reference(kind, n=NEW)[0]
     for size in sizes(len(prompt)):
         batch = engine("plain", family).open(1, prefill_chunk=size)

@@ -7,9 +7,10 @@ from itertools import count
 from math import inf
 
 import pytest
-from kit import add, alone, drain, engine, prompts
+from kit import add, alone, engine, prompts
 from test_memory import needed
 
+from harness import drain
 from saccade.engine import Row, RunningBatch
 from saccade.engine.prefill import PATIENCE, PrefillChunk, PromptRunner
 from saccade.inputs.families.family import Prompt

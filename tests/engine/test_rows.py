@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit import METHODS, Forwards, add, alone, drain, engine, prompts
+from kit import METHODS, Forwards, add, alone, engine, prompts
 
+from harness import drain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import InputError, ModelError
@@ -251,7 +252,7 @@ def test_one_row_without_finite_logits_fails_alone(method: str, monkeypatch: pyt
 @pytest.mark.parametrize("method", ["plain", "chain"])
 def test_a_picture_that_cannot_be_read_ends_its_own_row_alone(method: str) -> None:
     """Its pixels have no shape that the tower takes, which shows when the tower runs."""
-    good, bad, other = prompts("image", "llava", 3)
+    good, bad, other = prompts("image", "llava")[:3]
     medium = replace(bad.media[0], tensors={"pixel_values": torch.zeros(1, 3, 5, 5)}, digest="broken")
     batch = engine(method, "llava").open(3)
     first = add(batch, good)

@@ -16,7 +16,6 @@ from saccade.engine import step
 from saccade.pocket import draw
 from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket
-from saccade.target_model.token_blocks import Span
 from saccade.verify.rule import Uniforms
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
@@ -145,16 +144,3 @@ def test_many_rows_among_others_give_what_they_give_alone(method: str) -> None:
     while total < 3_000:
         seed = next(seeds)
         total += storm(vlm, requests(method, 24, seed, 80), seed)
-
-
-def test_a_neighbour_that_leaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted mistake: every row is masked as if it were as long as its longest neighbour."""
-    honest = Span.mask
-
-    def leaking(span: Span, kind: str) -> Any:
-        mask = honest(span, kind)
-        return None if mask is not None and span.row else mask
-
-    monkeypatch.setattr(Span, "mask", leaking)
-    with pytest.raises(AssertionError):
-        storm(pair().using("chain"), requests("chain", 8, 1, 24), 3)

@@ -17,7 +17,7 @@ KINDS = {"mistral": "text", "gemma3": "image", "qwen2_5_vl": "images2"}
 """A window shorter than the prompt, two kinds of layers, and M-RoPE with a rope delta; rows differ in length."""
 ROWS = [0, 1, 2]
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
-"""fp32 sums in another order: up to 1e-5 for logits of size 15; the bugs planted below move logits by 0.5 and more."""
+"""fp32 sums in another order: up to 1e-5 for logits of size 15; siblings that see each other move them by 0.5."""
 
 FAMILY = pytest.mark.parametrize("name", KINDS)
 
@@ -125,16 +125,3 @@ def test_trees_of_different_sizes_and_a_prompt_run_in_one_pass(
     assert_paths_right(name, rows, two)
     assert_paths_right(name, last, one, first=2)
     torch.testing.assert_close(prompts[0, 0], plain_logits(name, KINDS[name], 3, [])[0], **CLOSE)
-
-
-@FAMILY
-@pytest.mark.parametrize("mistake", ["a sibling is visible", "positions are counted in slots"])
-def test_the_comparison_finds(mistake: str, name: str) -> None:
-    rows = [NaiveTree((0, 0, 0, 1), (20, 30, 40, 50), (True,) * 4)] * 3
-    tree, context = draft_tree(rows), loaded(name)
-    if mistake == "a sibling is visible":
-        tree.ancestors[:, 2, 1] = True
-    else:
-        tree.depth = torch.arange(4).expand(3, -1)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_paths_right(name, rows, forward(context, tree, 0, 4))

@@ -52,7 +52,7 @@ def test_a_bug_is_noticed_a_harmless_change_survives_and_a_text_that_is_gone_is_
         ("renamed", "stale", "its text occurs 0 times in src/toy_sum.py"),
         ("several", "stale", "its text occurs 3 times in src/toy_sum.py"),
         ("failing anyway", "unclear", "tests/test_toy.py::test_that_fails_in_any_case fails without the bug, too"),
-        ("crash", "noticed", "signal 6 in tests/test_toy.py::test_all_values_count"),
+        ("crash", "noticed", "tests/test_toy.py::test_all_values_count"),
         ("no module", "unclear", found[-1][2]),
     ]
     assert (tmp_path / "src" / "toy_sum.py").read_text() == SOURCE

@@ -226,13 +226,6 @@ def test_teacher_forcing_is_step_by_step_drafting(name: str, options: dict[str, 
     assert teacher_forced_difference(name, **options) < 1e-4
 
 
-def test_a_planted_look_at_the_own_feature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = DreamEntries.reach.fget
-    assert right is not None
-    monkeypatch.setattr(DreamEntries, "reach", property(lambda e: right(e) | right(e).roll(1, -1)))
-    assert teacher_forced_difference("llava") > 1e-3
-
-
 # --------------------------------------------------------------------------- runs
 
 

@@ -123,25 +123,6 @@ def test_a_run_cut_between_a_measurement_and_its_note_says_it_once(
     assert_same_run(unbroken, tmp_path / "cut")
 
 
-@pytest.mark.parametrize("lost", ["head", "optimiser"])
-def test_a_state_that_is_not_put_back_is_noticed(
-    unbroken: Path, tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop_after(tmp_path / "cut", 6)
-    load = Checkpoints.load
-
-    def forgetful(self: Checkpoints) -> Any:
-        step, state = load(self)  # type: ignore[misc]
-        fresh = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "fresh")
-        forgotten = fresh.learner.module if lost == "head" else fresh._optimiser
-        return step, {**state, lost: forgotten.state_dict()}
-
-    monkeypatch.setattr(Checkpoints, "load", forgetful)
-    run(tmp_path / "cut", resume=True)
-    with pytest.raises(AssertionError):
-        assert_same_run(unbroken, tmp_path / "cut")
-
-
 def test_a_full_disk_is_said_in_a_sentence_and_the_last_checkpoint_stays(
     unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

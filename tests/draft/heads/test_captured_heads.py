@@ -199,39 +199,6 @@ def test_rows_that_emit_unequal_numbers_of_tokens_join_and_leave_and_the_next_ba
     assert any(len(set(each)) > 1 for each in counts)
 
 
-def _stale_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = DraftGraphs.judge
-
-    def moved(self: Any, step: Any, *arguments: Any) -> bool:
-        step.read, step.features = step.features, step.features.clone()
-        return judge(self, step, *arguments)
-
-    monkeypatch.setattr(DraftGraphs, "judge", moved)
-
-
-def _stale_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = CapturedDraft.place
-
-    def baked(self: Any, *arguments: Any) -> Any:
-        if not hasattr(self, "baked"):  # which holds what a replay reads
-            self.baked = self._position = torch.tensor(self._position.tolist())
-        return place(self, *arguments)
-
-    monkeypatch.setattr(CapturedDraft, "place", baked)
-
-
-@pytest.mark.parametrize("plant", [_stale_features, _stale_position])
-def test_an_input_that_no_replay_takes_in_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, right: tuple[Head, list[Any]], plant: Any
-) -> None:
-    head, expected = right
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
-    plant(monkeypatch)
-    trees, answers = drafted(monkeypatch, engine("llava", head))
-    assert trees != expected[0]
-    assert answers == expected[1]
-
-
 def _late_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     place = CapturedDraft.place
 

@@ -7,14 +7,9 @@ layers, and Medusa's and Hydra's stacks without a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from heads_kit import (
@@ -33,32 +28,26 @@ from heads_kit import (
     trained_head,
     worst_difference,
 )
-from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.dream import Dream, MemoryEntries
-from saccade.draft.heads.head import Head, Placement
-from saccade.draft.heads.kangaroo import Kangaroo
+from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.draft.heads.session import HeadDraftSession, HeadEntries
+from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.engine.row import plan
-from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.token_blocks import ForwardOutput
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 FIRST, SECOND = 11, 7
 
 
 def close(head: Head) -> float:
-    """Standard deviations of the logits: hundreds of roundings of float32. Planted mistakes move them by `far`."""
+    """Standard deviations of the logits: hundreds of roundings of float32.
+
+    The mistakes of tools/plants.toml move them by 0.05 and more, in DREAM's states by 0.004: features have no order.
+    """
     return 1e-4 if head.kind == "dream" else 1e-3
-
-
-def far(head: Head) -> float:
-    """0.1 and more, but 0.004 in DREAM's states out of order: attention has no positions there."""
-    return 1e-3 if head.kind == "dream" else 0.05
 
 
 def difference(
@@ -235,205 +224,11 @@ def test_a_tree_policy_begins_again_with_another_prompt_and_continues_in_the_nex
     assert begun == [0]
 
 
-# --------------------------------------------------------------------------- planted mistakes
-
-Patch = pytest.MonkeyPatch
-
-
-def changed(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace a function by ``change``, which gets the right one and its arguments."""
-    right = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args: change(right, *args))
-
-
-def siblings_see_each_other(patch: Patch) -> None:
-    def blurred(right: Any, self: Any, cache: Any, rows: Any, count: int, mask: Tensor | None, *more: Any) -> None:
-        if self.memory in (None, cache):  # DREAM's: as released, in the cross-attention
-            mask = None if mask is None else torch.ones_like(mask)
-        right(self, cache, rows, count, mask, *more)
-
-    changed(patch, HeadEntries, "lay", blurred)
-
-
-def prompt_features_one_late(patch: Patch) -> None:
-    changed(
-        patch,
-        under_test,
-        "read_at",
-        lambda right, states, sources: right(states, torch.where(sources < 0, sources, sources + 1)),
-    )
-
-
-def answer_features_one_late(patch: Patch) -> None:
-    def late(right: Any, self: Any, rows: Any, tree: Any, scores: Any, verdict: Any, *more: Any) -> None:
-        right(self, rows, tree, scores, replace(verdict, path=verdict.path.roll(-1, 1)), *more)
-
-    changed(patch, HeadDraftSession, "observe", late)
-
-
-def nodes_have_the_root_s_state(patch: Patch) -> None:
-    changed(
-        patch,
-        HeadEntries,
-        "run_level",
-        lambda right, self, rows, frontier, ran: right(
-            self, rows, frontier, [ran[0].expand_as(level) for level in ran]
-        ),
-    )
-
-
-def positions_by_node(patch: Patch) -> None:
-    def counted(right: Any, self: Any, rows: Any, count: int, gap: int | None) -> Placement:
-        at = right(self, rows, count, gap)
-        places = at.positions + torch.arange(count) * (gap is not None)
-        return replace(at, positions=places, last=at.last + count)
-
-    changed(patch, HeadEntries, "placed", counted)
-
-
-def guesses_stay_in_the_cache(patch: Patch) -> None:
-    def kept(self: Any, rows: Any) -> None:
-        self.commit(rows, [range(min(self.pending[row], 1)) for row in rows])
-
-    patch.setattr(under_test.RowCache, "drop", kept)
-
-
-def another_step(patch: Patch) -> None:
-    """The residual of HiViS that belongs to another step."""
-    changed(patch, HeadEntries, "run", lambda right, *args: right(*args[:-1], args[-1] + 1))
-
-
-def features_of_visual_tokens(patch: Patch) -> None:
-    patch.setattr(type(trained_head("llava", "msd")), "entries", Head.entries)
-
-
-def image_of_another_row(patch: Patch) -> None:
-    def swapped(right: Any, self: Any, rows: Any, tokens: Tensor) -> Tensor:
-        self._global = self._global.roll(1, 0)
-        return right(self, rows, tokens)
-
-    changed(patch, vispec.ViSpecEntries, "inputs", swapped)
-
-
-def own_feature_is_seen(patch: Patch) -> None:
-    def late(right: Any, self: Any, row: int, *args: Any) -> None:
-        kept = self.features.at[row].clone()
-        self.features.at[row][:-1] = kept[1:]
-        right(self, row, *args)
-        self.features.at[row] = kept
-
-    changed(patch, MemoryEntries, "read", late)
-
-
-def positions_without_gaps(patch: Patch) -> None:
-    def closed(right: Any, self: Any, embeddings: Tensor, at: Placement) -> Tensor:
-        held = at.positions - at.positions[:, :1]
-        return right(self, embeddings, replace(at, positions=torch.arange(held.shape[1])[None] + 0 * held))
-
-    changed(patch, Dream, "begin", closed)
-
-
-def guesses_stay_in_the_memory(patch: Patch) -> None:
-    def stay(right: Any, self: Any, rows: Any, *args: Any) -> Any:
-        tree = right(self, rows, *args)
-        self.entries.memory.commit(rows, [range(1)] * len(rows))
-        return tree
-
-    changed(patch, HeadDraftSession, "propose", stay)
-
-
-def dropped_features_are_blind(patch: Patch) -> None:
-    """Without an entry, a visual token is still attended to."""
-
-    def blind(right: Any, self: Any, row: int, *args: Any) -> None:
-        self.features.at[row][self._dropped[row]] = 0
-        right(self, row, *args)
-
-    changed(patch, MemoryEntries, "read", blind)
-
-
-def states_of_the_token_before(patch: Patch) -> None:
-    patch.setattr(Kangaroo, "lag", 1)
-
-
-def guesses_that_do_not_see_the_root(patch: Patch) -> None:
-    patch.setattr(kangaroo, "pad", lambda x, by, value: F.pad(x, by, value=False))
-
-
-def all_guesses_at_the_root_s_position(patch: Patch) -> None:
-    def flat(right: Any, self: Any, cache: Any, block: Any, layer: int) -> Any:
-        return right(self, cache, replace(block, depth=block.depth * 0), layer)
-
-    changed(patch, Target, "early_exit", flat)
-
-
-def state_of_the_root(patch: Patch) -> None:
-    def before(right: Any, self: Any, *args: Any) -> None:
-        *others, output, drafted = args
-        hidden = {layer: states.roll(1, 1) for layer, states in output.hidden.items()}
-        right(self, *others, ForwardOutput(output.logits, hidden), drafted)
-
-    changed(patch, HeadDraftSession, "observe", before)
-
-
-def path_without_its_middle(patch: Patch) -> None:
-    def wrong(right: Any, frontier: Any, ran: Tensor) -> Tensor:
-        paths = right(frontier, ran)
-        return torch.cat([paths[..., :1], paths[..., 1:].flip(-1)], -1)
-
-    changed(patch, medusa, "paths_to", wrong)
-
-
-COMMON = (
-    *(siblings_see_each_other, prompt_features_one_late, answer_features_one_late),
-    *(nodes_have_the_root_s_state, positions_by_node, guesses_stay_in_the_cache),
-)
-MISTAKES: list[tuple[str, Callable[[Patch], None]]] = [
-    *(("eagle2", mistake) for mistake in COMMON),  # which all kinds share
-    ("hivis", another_step),
-    ("msd", features_of_visual_tokens),
-    ("vispec", image_of_another_row),
-    ("dream", siblings_see_each_other),
-    ("dream", own_feature_is_seen),
-    ("dream", positions_without_gaps),
-    ("dream", answer_features_one_late),
-    ("dream", guesses_stay_in_the_memory),
-    ("dream", dropped_features_are_blind),
-    ("kangaroo", states_of_the_token_before),
-    ("kangaroo", guesses_that_do_not_see_the_root),
-    ("kangaroo", all_guesses_at_the_root_s_position),
-    ("hydra", state_of_the_root),
-    ("hydra", path_without_its_middle),
-]
-
-
-@pytest.mark.parametrize(("kind", "mistake"), MISTAKES)
-def test_a_planted_mistake_is_noticed(kind: str, mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    name = "gemma3" if kind == "kangaroo" else "llava"
-    head = random_head(name, kind) if mistake is another_step else trained_head(name, kind)
-    mistake(monkeypatch)
-    rows, n = (1, 5) if kind == "kangaroo" else (2, 7)
-    assert difference(name, head, rows=rows, n=n) > far(head)
-
-
-@pytest.mark.parametrize("kind", ["hivis", "kangaroo"])
-def test_states_lost_between_turns_are_noticed(kind: str, monkeypatch: Patch) -> None:
-    """The planted mistake: what was accepted last is not remembered once the row has ended."""
-
-    def forgetful(right: Any, self: Any, row: int, *args: Any) -> Any:
-        self.features.at[row][max(self.features.known[row] - 1, 0) :] = 0
-        return right(self, row, *args)
-
-    head = trained_head("llava", kind)
-    changed(monkeypatch, HeadEntries, "load", forgetful)
-    assert difference_in_second_turn("llava", head, "image", "image") > far(head)
-
-
 # --------------------------------------------------------------------------- entries
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "smolvlm"])
-def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: Patch) -> None:
+def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token has none either, and the first answer token has one after the first step."""
     monkeypatch.setattr("saccade.target_model.cache.QUANTUM", 1)
     case = FAMILIES[name]
@@ -453,7 +248,7 @@ def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: Patch) -> 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5, 0.25])
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "smolvlm"])
-def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monkeypatch: Patch) -> None:
+def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.target_model.cache.QUANTUM", 1)
     case, head, ran = FAMILIES[name], random_head(name, "dream", keep=keep), list[int]()
     (prompt,) = prompts(case, case.row_inputs("image", 0))
@@ -483,13 +278,13 @@ def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
     assert own.drafter.facts.entry_bytes == sum(held) + features.nbytes / len(features)
 
 
-def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: Patch) -> None:
-    pending: list[int] = []
+def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, run = list[int](), Context.run
 
-    def noting(right: Any, self: Context, blocks: Any) -> Any:
+    def noting(self: Context, blocks: Any) -> Any:
         pending.extend(self.cache.pending)
-        return right(self, blocks)
+        return run(self, blocks)
 
-    changed(monkeypatch, Context, "run", noting)
+    monkeypatch.setattr(Context, "run", noting)
     difference("llava", trained_head("llava", "kangaroo"), "chain", rows=1)
     assert set(pending) == {0}

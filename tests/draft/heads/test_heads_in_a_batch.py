@@ -10,8 +10,6 @@ import pytest
 
 from families import FAMILIES
 from heads_kit import POLICIES, engine, prompts, random_head, target
-from saccade.draft.heads import vispec
-from saccade.draft.heads.session import HeadDraftSession
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.row import plan
 
@@ -73,36 +71,3 @@ def test_rows_have_the_tokens_that_they_have_alone(kind: str, drawn: bool) -> No
         assert row.output == expected[: len(row.output)]
         assert len(row.output) == len(expected) or row.finish().finish_reason == "cancelled"
     assert sum(len(row.output) for row, _ in rows.values()) > 4 * COUNT
-
-
-def differs(under: Any) -> bool:
-    """Whether any of some schedules has tokens that rows do not have alone; heads are rarely right by chance."""
-    return any(
-        row.output != alone(under, number, sampled)[: len(row.output)]
-        for seed in range(1, 9)
-        for number, (row, sampled) in together(under, random.Random(seed), True).items()
-    )
-
-
-def test_states_of_a_neighbour_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted mistake: a step's states go to the row after their own."""
-    right = HeadDraftSession.observe
-
-    def turned(self: Any, rows: Any, *given: Any) -> None:
-        right(self, [*rows[1:], rows[0]], *given)
-
-    under = engine(NAME, random_head(NAME, "eagle2"), TREES[True])
-    monkeypatch.setattr(HeadDraftSession, "observe", turned)
-    assert differs(under)
-
-
-def test_the_image_of_a_neighbour_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted mistake: ViSpec's image vectors are looked up by place among the rows that are named."""
-    right = vispec.ViSpecEntries.inputs
-
-    def by_place(self: Any, rows: Any, tokens: Any) -> Any:
-        return right(self, range(len(rows)), tokens)
-
-    under = engine(NAME, random_head(NAME, "vispec"), TREES[True])
-    monkeypatch.setattr(vispec.ViSpecEntries, "inputs", by_place)
-    assert differs(under)

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from families import FAMILIES
 from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
 from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same, weighs
 from saccade.draft.heads import store
-from saccade.draft.heads.dream import MemoryEntries
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.session import HeadDrafter, HeadEntries
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
@@ -70,33 +68,6 @@ def test_a_released_head_drafts_what_its_files_say_and_comes_back_as_ours(case: 
     save_head(head, tmp_path / "ours")
     assert kind_in(tmp_path / "ours") == released.kind
     same(head, load_head(tmp_path / "ours", target(released.name)))
-
-
-def without_the_first(entries: MemoryEntries, *args: Any) -> tuple[Tensor, Tensor]:
-    tokens, sources = RIGHT(entries, *args)
-    return tokens[1:], sources[1:]
-
-
-def by_number(entries: HeadEntries, row: int, prompt: Any, tokens: Tensor) -> Tensor:
-    return torch.arange(len(tokens))[None]
-
-
-RIGHT = MemoryEntries.choose
-MISTAKES: dict[str, tuple[type, str, Any]] = {
-    "eagle3-mrope": (HeadEntries, "_positions", by_number),
-    "hivis-qwen": (HeadEntries, "_positions", by_number),
-    "vispec": (HeadEntries, "_positions", by_number),
-    "dream": (MemoryEntries, "choose", without_the_first),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_positions_and_entries_of_another_kind_are_seen(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(*MISTAKES[case])
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        check_drafts(case, release(case, tmp_path))
 
 
 @pytest.mark.parametrize(
