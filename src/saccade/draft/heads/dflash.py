@@ -161,14 +161,6 @@ class DFlash(Head):
         out: Tensor = self.norm(x)
         return out
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
-        """Return logits ``[..., V]`` of outputs ``[..., d]``, by its own LM head if it has one."""
-        return self.over_vocabulary(self.known_logits(hidden)) if self.has_lm_head else lm_head(hidden)
-
-    def known_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
-
     def corrected(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
         """Return the logits ``[A, W, V]`` of a slot after the tokens ``before`` ``[A, W]``; here any give the same.
 

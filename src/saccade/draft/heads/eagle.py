@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -127,15 +127,7 @@ class Eagle3(Head):
         out = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return self.norm(out) if self._feeds_normed else out
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
-        """Return logits ``[..., V]`` of outputs ``[..., d]``, by its own LM head if it has one."""
-        return self.over_vocabulary(self.known_logits(hidden)) if self.has_lm_head else lm_head(self._normed(hidden))
-
-    def known_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self._normed(hidden))
-        return logits
-
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def normed(self, hidden: Tensor) -> Tensor:
         return hidden if self._feeds_normed else self.norm(hidden)
 
 

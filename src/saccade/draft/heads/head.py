@@ -571,6 +571,7 @@ class Head(nn.Module, ABC):
     reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
     drafts_in_one_pass: bool = False  # all tokens, rather than level by level
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale
+    lm_head: nn.Linear  # that one; stacks have one each
     token_ids: Tensor | None  # `[N]` the target's ids of the only tokens that its LM head knows; None for all
 
     __call__: Callable[..., Tensor]
@@ -642,12 +643,19 @@ class Head(nn.Module, ABC):
         """
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
-        """Return logits ``[..., V]`` of outputs ``[..., d]``, by default of states after the target's final norm."""
-        return lm_head(hidden)
+        """Return logits ``[..., V]`` of outputs ``[..., d]``, by its own LM head if it has one."""
+        if self.has_lm_head:
+            return self.over_vocabulary(self.known_logits(hidden, step))
+        return lm_head(self.normed(hidden))
 
-    def known_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., N]`` of `token_ids` alone, of a head that has them."""
-        raise NotImplementedError  # called only of heads with `token_ids`, which define it
+    def known_logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Return logits ``[..., N]`` by its own LM head, of `token_ids` alone where it has them."""
+        out: Tensor = self.lm_head(self.normed(hidden))
+        return out
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return outputs ``[..., d]`` as LM heads read them; by default states after the target's final norm."""
+        return hidden
 
     def over_vocabulary(self, known: Tensor) -> Tensor:
         """Return logits ``[..., V]`` of those of the tokens that its LM head knows; -inf for all others."""

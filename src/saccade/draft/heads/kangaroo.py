@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -67,8 +67,9 @@ class Kangaroo(Head):
         """
         return features + self.self_attn(self.input_norm(features), at, 0)
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
-        return lm_head(self.norm(hidden))
+    def normed(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(hidden)
+        return out
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(len(visual), device=visual.device)

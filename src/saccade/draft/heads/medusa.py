@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -50,9 +50,10 @@ class StackedHead(Head):
             for _ in range(config.steps if self.has_lm_head else 0)
         )
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
-        """Return logits ``[..., V]`` of a stack's output ``[..., d]``, by its own LM head if it has one."""
-        return self.over_vocabulary(self.lm_heads[step](hidden)) if self.has_lm_head else lm_head(hidden)
+    def known_logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Return logits of the output of stack ``step`` by its LM head."""
+        logits: Tensor = self.lm_heads[step](hidden)
+        return logits
 
 
 class ResidualLayer(nn.Module):
