@@ -50,15 +50,6 @@ def capturing(target: Target, proposer: Proposer) -> GraphExecutor | None:
     return executor if is_greedy and isinstance(executor, GraphExecutor) and executor.enabled else None
 
 
-def reserve(target: Target, policy: TreePolicy) -> bool:
-    """Whether greedy drafts by a policy are captured on a target's executor, which then counts their memory."""
-    executor = target.executor
-    if type(policy) not in POLICIES or not isinstance(executor, GraphExecutor):
-        return False
-    executor.reserve_drafts()
-    return True
-
-
 @dataclass(slots=True)
 class Drafted:
     """One step's trees, and what they have grown from."""

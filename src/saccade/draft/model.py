@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from saccade.draft.captured import Capture, CapturedDraft, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.captured import POLICIES, Capture, CapturedDraft, Drafted, DraftGraphs, capturing
 from saccade.draft.drafter import Begun, Drafter, DrafterFacts, DraftSession, Loaded, rests
 from saccade.draft.trees.policy import (
     ConfidentChain,
@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         self.model, self.policy = model, policy  # the adapter of the draft model, and the form of its trees
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
         self.key = f"{policy} {self.vocab_size}"  # of its captured drafts
-        self.is_captured = policy.max_children > 1 and reserve(model, policy)
+        self.is_captured = policy.max_children > 1 and type(policy) in POLICIES and model.executor.reserve_drafts()
 
     def open(self, rows: int, target: Context) -> ModelDraftSession:
         return ModelDraftSession(self, rows, target)

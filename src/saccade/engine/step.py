@@ -8,8 +8,7 @@
 4. Rows emit their tokens, the cache commits the accepted entries, and rows that have ended leave.
 5. The rows and the pacer get the times.
 
-A row's state is its `Row`; that of the batch, caches included, is the `BatchState`. Nothing else outlives the step.
-An error of one row ends that row, and the others continue.
+State is in every `Row`, and in the `BatchState` with its caches. An error of one row ends that row alone.
 """
 
 from __future__ import annotations
@@ -218,7 +217,8 @@ class StepRunner:
         slots = [row.slot for row in rows if row.slot is not None]
         numbers = self._context.cache.numbers
         numbers.send([roots, *self._context.numbers_of(slots)])
-        uniforms, host = self._uniforms(rows, rule), None
+        uniforms = self._uniforms(rows, rule)
+        host = None
         if has_request_drafts:
             host = [row.request_drafts.grown(row.ids[-1]) for row in rows if row.request_drafts is not None]
             tree = tree_on(host, self._target.device)

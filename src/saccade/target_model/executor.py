@@ -68,6 +68,10 @@ class Executor(Protocol):
     def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
         """Return an empty cache, for trees that grow level by level (``in_levels``); others as of `RowCache`."""
 
+    def reserve_drafts(self) -> bool:
+        """Count what greedy drafts take that are captured as graphs; False where none are."""
+        return False
+
     def keep(self, cache: RowCache) -> None:
         """Take back a cache whose owner is gone."""
         return

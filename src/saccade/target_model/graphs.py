@@ -192,10 +192,11 @@ class GraphExecutor:
         self.check_weights()
         return self._guard.is_current
 
-    def reserve_drafts(self) -> None:
+    def reserve_drafts(self) -> bool:
         """Count captured drafts, too: logits of two levels, of one of them in float32 as well."""
         size = 2 * self.target.dtype.itemsize + 4
         self._of_drafts = MOST_TOKENS * self.target.vocab_size * size
+        return True
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""

@@ -131,7 +131,7 @@ class EnsembleSession(DraftSession):
         self._drafter, self._target, self._count = drafter, target, rows
         for view in drafter.views:
             view.open(target)
-        self._weights = drafter.weighting.open(rows, views, device)
+        self._weights = drafter.weighting.open(rows, views, device) if views > 1 else None  # of several views
         self._learns = drafter.weighting.needs_history and views > 1
         self._pending: dict[int, VerifiedBlock] = {}  # by row
         self._passed = set[int]()  # rows that have emitted tokens without it since
@@ -162,7 +162,8 @@ class EnsembleSession(DraftSession):
         for view in range(len(self._drafter.views)):
             self._session.forget(self._slot(view, row))
         self._mixture.forget(row)
-        self._weights.forget(row)
+        if self._weights is not None:
+            self._weights.forget(row)
         self._pending.pop(row, None)
         self._prompts[row], self._has_one_view[row] = None, False
 
@@ -173,12 +174,13 @@ class EnsembleSession(DraftSession):
         if not continues:
             self._mixture.forget(row)
         block = self._pending.pop(row, None)
-        if not (continues and self._drafter.keep_history):
-            self._weights.forget(row)
-        elif block is not None:
-            self._observe_last_block(row, block)
+        if self._weights is not None:
+            if not (continues and self._drafter.keep_history):
+                self._weights.forget(row)
+            elif block is not None:
+                self._observe_last_block(row, block)
+            self._weights.load(row, prompt.ids)
         self._length[row] = len(prompt)
-        self._weights.load(row, prompt.ids)
         views = self._drafter.views
         before = sum(view.seconds for view in views)
         prompts = [view.rewrite(prompt) for view in views]
@@ -210,7 +212,7 @@ class EnsembleSession(DraftSession):
             self._room[row] = self._capacity[row] - self._length[row]
         blocks = {place: self._pending.pop(row) for place, row in enumerate(rows) if row in self._pending}
         logits = self._session.run(slots, emitted, self._target.numbers_of(rows), every=bool(blocks))
-        if blocks:
+        if self._weights is not None and blocks:
             logits_of = dict(zip(pairs, logits, strict=True))
             by_view = [[logits_of[view, place] for view in views] for place in blocks]
             labels = [new[place] for place in blocks]
@@ -220,16 +222,15 @@ class EnsembleSession(DraftSession):
             verified = verified_positions([*blocks.values()], labels, by_view)
             self._weights.observe([rows[place] for place in blocks], verified)
         self._passed.difference_update(rows)
-        if len(views) > 1:
-            self._mixture.weights = self._choose_weights(rows)
+        if self._weights is not None:
+            self._mixture.weights = self._of_views(rows, self._weights.choose(rows))
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
         if self._learns and proposer.guide is None:  # views are compared where the target is free
             self._roots[rows[0]] = self._mixture.roots
         return tree
 
-    def _choose_weights(self, rows: Rows) -> Tensor:
+    def _of_views(self, rows: Rows, weights: Tensor) -> Tensor:
         """``[A, m]`` weights; where a row has one view, the first has all of it."""
-        weights = self._weights.choose(rows)
         has_one_view = [self._has_one_view[row] for row in rows]
         if not any(has_one_view):
             return weights
@@ -266,6 +267,7 @@ class EnsembleSession(DraftSession):
             slots = [self._slot(view, row) for view in range(len(self._drafter.views))]
             logits = self._session.run(slots, [emitted[:-1]] * len(slots), every=True, commits=False)
             self._session.context.cache.drop(slots)
+        assert self._weights is not None
         self._weights.observe([row], verified_positions([block], [emitted], [logits]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.captured import Capture, CapturedDraft, Drafted, DraftGraphs, capturing, reserve
+from saccade.draft.captured import POLICIES, Capture, CapturedDraft, Drafted, DraftGraphs, capturing
 from saccade.draft.drafter import WHOLE, Begun, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.head import FusedHead, Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
@@ -66,7 +66,9 @@ class HeadDrafter(Drafter):
         self.entries: type[HeadEntries] = HeadEntries if kind is None else part_of(head.kind, "entries")
         self.draft: type[Draft] = LevelDraft if kind is None else part_of(head.kind, "draft")
         is_plain = all(type(p) in fusing.WEIGHTS and p.device == target.device for p in head.parameters())
-        self.is_captured = kind is not None and kind.captured and is_plain and reserve(target, policy)
+        self.is_captured = False
+        if kind is not None and kind.captured and is_plain and type(policy) in POLICIES:
+            self.is_captured = target.executor.reserve_drafts()
         self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
     def open(self, rows: int, target: Context) -> DraftSession:
