@@ -259,7 +259,8 @@ class Pacer:
 
     def joined(self, lengths: Sequence[int], layers: int) -> list[int]:
         """Lengths in fewer groups: rows of a shorter draft get a longer one if a separate group would cost more."""
-        tokens, spare = sum(lengths), 0.0  # spare: tokens whose verification takes the time of a group
+        tokens = sum(lengths)
+        spare = 0.0  # tokens whose verification takes the time of a group
         if self.times.unit:
             spare = GROUP * layers * tokens / max(self.times.extra[tokens] * self.times.unit, GROUP)
         made = list(lengths)

@@ -61,7 +61,6 @@ class StepRunner:
         self._prompts = PromptRunner(state, self._clock, sizes)
 
     def run(self) -> None:
-        """Run the step."""
         clock, state = self._clock, self._state
         started = clock.timer()
         parts = self._prompts.chunks()
