@@ -40,7 +40,7 @@ PARTS = {
     "cli": (("cli",), 2_403),
     "serve": (("serve",), 5_935),
     "training": (("train", "distill"), 4_967),
-    "measuring": (("bench", "theory", "memory_plan"), 4_572),
+    "measuring": (("bench", "theory", "memory_plan"), 4_570),
     "jobs": (("jobs", "data", "ray_cluster"), 2_397),
     "checkpoints": (("checkpoints", "evaluators"), 1_212),
     "pocket": (("pocket",), 1_455),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from saccade.bench.questions import gather
 from saccade.bench.suites import parse
 from saccade.cli import screen
 from saccade.inputs.families import family_of
+from saccade.pocket import draw
 
 NEVER = np.zeros(40, bool)
 
@@ -36,10 +38,9 @@ def answered(hits: Array = NEVER, content: Array = NEVER, truth: str = LEXICON, 
 @pytest.mark.parametrize("gamma", [2, 5])
 def test_steps_that_follow_from_matches_are_those_that_the_engine_takes(pair: tuple[str, str], gamma: int) -> None:
     vlm = saccade.load(*pair, "chain", gamma=gamma)
-    probe = Probe(vlm)
     for question in gather(parse({"tasks": ["scene"], "methods": ["plain"], "per_task": 2}, "small", "x"))[0]["scene"]:
         record = answer_turns(vlm, "", question, 0, options={"max_new_tokens": 24}, seed=0)[0].record
-        hits = probe.read(vlm.processor.prompt(question.turns[0].messages), record.tokens).drafted
+        hits = Probe(vlm).read(vlm.processor.prompt(question.turns[0].messages), record.tokens).drafted
         first = record.stats["prefill_tokens"] - 1  # of the prompt's last pass, which verifies a draft, too
         assert len(steps(hits[first:], gamma)[0]) == record.stats["target_passes"]
 
@@ -61,7 +62,7 @@ def test_a_gap_between_the_modalities_counts_in_both_directions(visual: float, e
     assert hivis({name: each[1:] for name, each in sizes.items()})[1].startswith("too few: 11 of 12 answers (raise")
 
 
-@pytest.mark.parametrize(("steps", "memory", "expected"), [(9, 0, "level"), (9, 0.3, "win"), (200, 0.3, "win")])
+@pytest.mark.parametrize(("steps", "memory", "expected"), [(9, 0, "level"), (9, 0.1, "win"), (200, 0.3, "win")])
 def test_entropy_lasts_where_it_exceeds_a_series_without_memory(steps: int, memory: float, expected: str) -> None:
     """In short answers its correlation is below 0 even where it lasts; pooled over answers it would be near 1."""
     rng = np.random.default_rng(0)
@@ -90,7 +91,8 @@ def test_relevance_that_marks_content_wins_and_that_of_noise_loses(noise: float,
     contents = [rng.random(40) < 0.25 for _ in range(12)]
     found, verdict = lvspec([answered(content=each, relevance=each + noise * rng.random(40)) for each in contents])
     assert verdict == expected, found
-    assert found["AUC of relevance on mismatches, lexicon"].value == pytest.approx(1 if noise < 1 else 0.75, abs=0.25)
+    in_order = 1 - max(1 - 1 / noise, 0) ** 2 / 2  # of uniform noise
+    assert found["AUC of relevance on mismatches, lexicon"].value == pytest.approx(in_order, abs=0.04)
     assert found["of them among the 70% least relevant tokens"].value == pytest.approx(0.7, abs=0.02)
     assert found["tokens that depend on what is seen, lexicon"].value == pytest.approx(np.mean(contents))
 
@@ -144,15 +146,18 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return Shell(capsys, monkeypatch)
 
 
-def test_all_premises_of_a_pair_are_printed_and_parsed(pair: tuple[str, str], shell: Shell) -> None:
-    arguments = ("premises", "-t", pair[0], "-d", pair[1], "--prompts", "scene", "--count", "2", "-n", "16")
-    found = json.loads(shell(*arguments, "--json").out, parse_constant=pytest.fail)  # of NaN and infinities
+def test_all_premises_of_a_pair_are_printed_and_parsed(pair: tuple[str, str], shell: Shell, tmp_path: Path) -> None:
+    arguments = ("premises", "-t", pair[0], "-d", pair[1], "-n", "16", "--count", "2", "--prompts")
+    found = json.loads(shell(*arguments, "scene", "--json").out, parse_constant=pytest.fail)  # of NaN and infinities
     assert (found["answers"], list(found["methods"])) == (2, list(PAPERS))
     assert len(found["methods"]["TABED"]["measured"]["tokens per pass, P"]) == 3
-    out = shell(*arguments).out
-    assert "RMS of inputs, visual" in out
-    assert "nan" not in out
-    assert out.splitlines()[-1].startswith("From 2 answers: HiViS, LVSpec, TABED and DREAM too few: 2 of 12 answers (")
+    assert "truth" not in found["methods"]["LVSpec"]["measured"]
+    draw(0, "scene").image.save(tmp_path / "0.png")
+    row = {"image": "0.png", "conversations": [{"from": "human", "value": "<image>What is this?"}]}
+    (tmp_path / "scene.jsonl").write_text(json.dumps(row))
+    out = shell(*arguments, tmp_path / "scene.jsonl").out
+    assert "the proxy alone" in out, "a file named like a pocket task is not the pocket's"
+    assert out.splitlines()[-1].startswith("From 1 answer: HiViS, LVSpec, TABED and DREAM too few: 1 of 12 answers (")
 
 
 def test_without_a_draft_vlm_the_rest_is_measured(pair: tuple[str, str], shell: Shell) -> None:
@@ -161,13 +166,8 @@ def test_without_a_draft_vlm_the_rest_is_measured(pair: tuple[str, str], shell: 
     assert "T_q / T_p, fresh dream" in out
 
 
-def test_a_target_without_pictures_and_wrong_prompts_are_refused_in_a_sentence(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_without_pictures_and_wrong_prompts_are_refused(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     blind = SimpleNamespace(target=SimpleNamespace(family=family_of(LlamaConfig())))
     monkeypatch.setattr(screen, "load_models", lambda models: blind)
-    assert shell("premises").complaint == (
-        "The target takes no pictures, which the premises are about; give a VLM with --target."
-    )
-    complaint = shell("premises", "--prompts", "none/such.jsonl").complaint
-    assert complaint.startswith("Cannot read the prompts in none/such.jsonl")
+    assert shell("premises").complaint.startswith("The target takes no pictures, which the premises are about; give")
+    assert "Cannot read the prompts in none" in shell("premises", "--prompts", "none/such.jsonl").complaint

@@ -73,10 +73,7 @@ def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Estimate | 
 
 
 def correlation(series: Sequence[Array], lag: int) -> Estimate:
-    """Pearson's coefficient of values and those ``lag`` steps later in the same answer, pooled.
-
-    A series of n values without memory has -1/n, because its mean is of the same values.
-    """
+    """Pearson's coefficient of values and those ``lag`` steps later, pooled; -1/n in n values without memory."""
     centred = [values - values.mean() for values in series]
     sums = [[(e[:-lag] * e[lag:]).sum(), (e[:-lag] ** 2).sum(), (e[lag:] ** 2).sum()] for e in centred]
     table = np.array(sums)  # [answers, 3]

@@ -98,7 +98,8 @@ def measure(
 
 def too_few(count: int, fewest: int = FEWEST_ANSWERS, what: str = "answers") -> str:
     """The expectation where a count is below what a verdict needs; empty elsewhere."""
-    return f"too few: {count} of {fewest} {what} (raise --count or --max-new-tokens)" if count < fewest else ""
+    more = "--count" if what == "answers" else "--count or --max-new-tokens"
+    return f"too few: {count} of {fewest} {what} (raise {more})" if count < fewest else ""
 
 
 def auc(values: Array, truth: Array) -> float:

@@ -197,7 +197,7 @@ def premises(
     for name, (numbers, expected) in found.items():
         paper = PAPERS[name]
         screen.facts(f"{name}: {paper.premise}", numbers)
-        screen.show(f"  Expected: {expected}, over {paper.over}; {paper.rule}.", "")
+        screen.show(f"  Over {paper.over}: {expected}.", f"  Rule: {paper.rule}.", "")
         by_expectation[expected].append(name)
     words = (f"{listed(methods)} {expected}" for expected, methods in by_expectation.items())
     screen.show(f"From {count(answers, 'answer')}: {'; '.join(words)}.")
