@@ -38,10 +38,10 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_403),
-    "serve": (("serve",), 5_935),
+    "serve": (("serve",), 5_928),
     "training": (("train", "distill"), 4_967),
     "measuring": (("bench", "theory", "memory_plan"), 4_570),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_397),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_392),
     "checkpoints": (("checkpoints", "evaluators"), 1_212),
     "pocket": (("pocket",), 1_455),
 }

@@ -24,8 +24,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.serve.configuration import Limits
-from saccade.serve.decoding import Planned
-from saccade.serve.owner import Event, Job, Owner
+from saccade.serve.owner import Event, Job, Owner, Planned
 
 CHANCES = (0.7, 0.9, 0.5)
 GAMMA = 5

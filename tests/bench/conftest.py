@@ -14,6 +14,7 @@ import saccade
 from saccade.bench import cost
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.report import figures
+from saccade.model_spec import ModelSpec
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape, quick_recipe
@@ -60,7 +61,7 @@ def vlm(pair: tuple[str, str]) -> saccade.VLM:
 @pytest.fixture
 def prepared(vlm: saccade.VLM) -> Callable[..., Prepared]:
     """Makes a prepared suite; keyword arguments as in `suite`."""
-    return lambda **changes: prepare(suite(**changes), vlm, ("tiny", "tinier"))
+    return lambda **changes: prepare(suite(**changes), vlm, ModelSpec("tiny", "tinier"))
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from saccade.bench.report.tables import remarks
 from saccade.bench.runner import Mismatch, Progress, Runner, balanced, earlier_run
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
+from saccade.model_spec import ModelSpec
 
 pytestmark = pytest.mark.formats
 
@@ -104,7 +105,7 @@ def test_a_changed_token_fails_in_float32_and_stays_failed(prepared: Prepare, vl
 
 def test_in_bfloat16_a_difference_is_reported_and_the_run_goes_on(pair: tuple[str, str], folder: Path) -> None:
     vlm = saccade.load(*pair, dtype="bfloat16")
-    planted = with_method(prepare(suite(), vlm, ("t", "d")), "chain", wrong(vlm.using("chain")))
+    planted = with_method(prepare(suite(), vlm, ModelSpec("t", "d")), "chain", wrong(vlm.using("chain")))
     run = Runner(planted, folder).run()
     chain = metrics.by_method(run.records)["chain"]
     assert (chain.equal, chain.compared) == (0, 2)
@@ -248,14 +249,14 @@ def test_other_weights_of_the_same_size_are_refused_in_the_same_folder(
 ) -> None:
     Runner(prepared(), folder).run()
     other = saccade.load(*pair, dtype="float32", draft_dtype="float32")
-    names = ("tiny", "tinier")
-    assert earlier_run(folder, prepare(suite(), other, names)) is not None
+    spec = ModelSpec("tiny", "tinier")
+    assert earlier_run(folder, prepare(suite(), other, spec)) is not None
     for changed, model in (("drafter", other.draft_model), ("target", other.target)):
         assert model is not None
         with torch.no_grad():
             model.model.get_decoder().layers[1].mlp.up_proj.weight.mul_(1.01)
         with pytest.raises(SaccadeError, match=rf"models differs \({changed}.digest: '\w+' there, '\w+' now\)"):
-            earlier_run(folder, prepare(suite(), other, names))
+            earlier_run(folder, prepare(suite(), other, spec))
 
 
 def test_a_full_disk_stops_clearly_and_leaves_the_records_intact(prepared: Prepare, folder: Path) -> None:

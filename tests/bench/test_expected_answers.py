@@ -22,8 +22,8 @@ from saccade.bench.questions import gather
 from saccade.bench.runner import Runner
 from saccade.errors import SaccadeError
 from saccade.pocket import target_path
-from saccade.serve.schemas import Function
-from saccade.serve.tools import SYNTAXES, CallPolicy, ReplyFormat
+from saccade.serve.schemas import CallPolicy, Function
+from saccade.serve.tools import SYNTAXES, ReplyFormat
 from saccade.stream import Stream
 
 Prepare = Callable[..., Prepared]

@@ -24,6 +24,7 @@ from saccade.bench.runner import Runner
 from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
+from saccade.model_spec import ModelSpec
 from tools.results.paper_tables import predicted, step_times
 
 METHODS: list[Any] = [
@@ -59,7 +60,7 @@ def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> Recor
     """Lossless methods are held to plain decoding's tokens while it runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "ROUNDS", 1)
-        prepared = prepare(suite(methods=METHODS, per_task=1, turns=1), headed, ("tiny", "tinier"))
+        prepared = prepare(suite(methods=METHODS, per_task=1, turns=1), headed, ModelSpec("tiny", "tinier"))
         return Runner(prepared, tmp_path_factory.mktemp("runs") / "heads").run()
 
 
@@ -158,7 +159,7 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
 def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do(vlm: saccade.VLM, heads: dict[str, Head]) -> None:
     alone = saccade.VLM(vlm.target.model, vlm.processor, drafter=heads["hivis"])
     optional = [{"name": name, "optional": True} for name in ("eagle2", "chain")]
-    prepared = prepare(suite(methods=["hivis", *optional], per_task=1), alone, ("target", "hivis"))
+    prepared = prepare(suite(methods=["hivis", *optional], per_task=1), alone, ModelSpec("target", "hivis"))
     assert list(prepared.methods) == ["plain", "hivis"]
     assert [m.split(":")[0] for m in prepared.missing if m.startswith("Method")] == ["Method eagle2", "Method chain"]
     models = prepared.models()

@@ -71,8 +71,7 @@ def test_ids_that_end_an_answer_come_from_the_configuration_then_the_tokenizer()
     k = kit("llama")
     assert InputProcessor(k.config, k.ours.tokenizer).eos_token_ids == (k.config.eos_token_id,)
     config = LlamaConfig(eos_token_id=None)
-    own = InputProcessor(config, k.ours.tokenizer).eos_token_ids
-    assert own == (k.ours.tokenizer.eos_token_id,)
+    assert InputProcessor(config, k.ours.tokenizer).eos_token_ids == (k.ours.tokenizer.eos_token_id,)
     assert InputProcessor(config, k.ours.tokenizer, eos_token_ids=[7]).eos_token_ids == (7,)
 
 

@@ -384,7 +384,6 @@ def test_a_failed_step_costs_no_neighbour_its_answer(
 
 
 def test_requests_are_planned_again_after_a_failed_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities of a step that failed are in no answer."""
     source, stock, planned = tmp_path / "rows.jsonl", StepRunner.run, list[Any]()
     body = {"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 4, "logprobs": True}
     source.write_text("".join(json.dumps({"custom_id": name, "body": body}) + "\n" for name in "ab"))

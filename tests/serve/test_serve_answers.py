@@ -18,7 +18,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.processors import stateless
 from saccade.serve.answers import Choice
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.decoding import Penalties, TokenLogprob
+from saccade.serve.logit_processors import Penalties, TokenLogprob
 from saccade.serve.owner import Event
 from test_text import tokenizer
 

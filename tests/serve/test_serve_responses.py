@@ -334,7 +334,7 @@ def test_calls_and_their_results_are_those_of_the_chat(shared: Live) -> None:
 def test_the_effort_of_reasoning_is_a_variable_of_the_template(shared: Live) -> None:
     asked = ResponseRequest(input="x", reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": True})
     body = chat_request(asked, [{"role": "user", "content": "x"}])
-    options, _ = shared.service.models["tiny"]._template(body)
+    options = shared.service.models["tiny"]._template(body)
     assert options.template_options == {"reasoning_effort": "low", "enable_thinking": True}
 
 

@@ -16,8 +16,9 @@ from checkpoints import llama, tokenizer, vlm
 from conftest import THINKER
 from saccade import load
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.decoding import ThoughtBudget
-from saccade.serve.tools import THOUGHTS, CallPolicy, ReplyFormat
+from saccade.serve.logit_processors import ThoughtBudget
+from saccade.serve.schemas import CallPolicy
+from saccade.serve.tools import THOUGHTS, ReplyFormat
 
 MARKS = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")

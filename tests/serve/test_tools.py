@@ -23,8 +23,8 @@ from saccade.inputs.processor import InputProcessor, MediaOptions
 from saccade.serve.configuration import ModelEntry
 from saccade.serve.refusals import Refusal
 from saccade.serve.replies import ReplyParser
-from saccade.serve.schemas import ChatRequest, Function, Structure, checked, conversation
-from saccade.serve.tools import THOUGHTS, CallPolicy, ReplyFormat, Rules, policy_of, structure_rule
+from saccade.serve.schemas import CallPolicy, ChatRequest, Function, Structure, checked, conversation
+from saccade.serve.tools import THOUGHTS, ReplyFormat, Rules, structure_rule
 
 WEATHER = Function(
     name="weather",
@@ -682,7 +682,7 @@ def test_a_choice_of_allowed_tools_tells_of_all_and_lets_those_be_called(
 def test_tools_that_are_not_allowed_cannot_be_called_by_choice() -> None:
     family = FAMILIES["hermes"]
     fields = {"messages": asks("Hi"), "tools": [tool(WEATHER), tool(CLOCK)], "tool_choice": allowing("auto", "clock")}
-    policy = policy_of(checked(ChatRequest, fields))
+    policy = checked(ChatRequest, fields).policy
     assert follows(family, policy, "No.")
     assert follows(family, policy, family.clock)
     assert not follows(family, policy, family.call)

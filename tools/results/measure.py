@@ -19,6 +19,7 @@ from saccade.bench.runner import Mismatch, Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
+from saccade.model_spec import ModelSpec
 from saccade.pocket import head_paths, target_path
 from saccade.resolution import is_pocket
 from saccade.wording import count, differences, duration, shortened
@@ -177,7 +178,7 @@ class Session:
             target = self._inflated_target()
             heads = {name: self._inflated(path, target / "heads") for name, path in heads.items()}
         vlm = self._setup.load(target, heads)
-        return prepare(measurement.suite, vlm, (str(target), self._setup.drafter))
+        return prepare(measurement.suite, vlm, ModelSpec(str(target), self._setup.drafter))
 
     def _inflated_target(self) -> Path:
         """Return the folder of the inflated target; made where it is missing."""

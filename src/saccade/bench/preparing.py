@@ -17,6 +17,7 @@ from saccade.draft.heads.head import Head
 from saccade.environment import dtype_name, environment, fingerprint, model_facts
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.inputs.processor import MediaOptions
+from saccade.model_spec import ModelSpec
 from saccade.vlm import VLM
 
 
@@ -29,7 +30,7 @@ class Prepared:
     methods: Mapping[str, VLM]  # by label, the baseline first; all share the loaded models
     questions: Mapping[str, list[Question]]  # by task
     missing: tuple[str, ...]  # one sentence per omission
-    names: tuple[str, str | None]  # of target and draft model, as given by the user
+    spec: ModelSpec  # of the models, as the user gave it
     places: Mapping[str, Any] = field(default_factory=dict)  # as in `saccade.bench.records.Header`
 
     @property
@@ -80,11 +81,10 @@ class Prepared:
 
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
-        target, drafter = self.names
         exact = {"executor": self.vlm.target.executor.name} | ({"exact": True} if self.vlm.target.exact else {})
-        facts = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
+        facts = {"target": model_facts(self.vlm.target.model, self.spec.target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
-            facts["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+            facts["drafter"] = model_facts(self.vlm.draft_model.model, self.spec.drafter or self.spec.target)
         facts["heads"] = {
             name: {
                 "name": name,
@@ -115,7 +115,7 @@ class Prepared:
 def prepare(
     suite: Suite,
     vlm: VLM,
-    names: tuple[str, str | None] = ("", None),
+    spec: ModelSpec | None = None,
     places: Mapping[str, Any] | None = None,
     gathered: questions.Gathered | None = None,
 ) -> Prepared:
@@ -156,7 +156,7 @@ def prepare(
     for name, times in Counter(q.id for group in groups.values() for q in group).items():
         if times > 1:
             raise SaccadeError(f"Suite {suite.name} contains {name} twice.")
-    return Prepared(suite, vlm, usable, groups, tuple(missing), names, places or {})
+    return Prepared(suite, vlm, usable, groups, tuple(missing), spec or ModelSpec(""), places or {})
 
 
 def as_json(content: dict[str, Any]) -> dict[str, Any]:

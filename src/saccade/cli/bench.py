@@ -184,7 +184,7 @@ def _prepared(suite: Suite, folder: Path, models: ModelSpec) -> Prepared:
     with screen.waiting("Reading the prompts"):
         questions = gather(suite)
     command = shlex.join(["saccade", *sys.argv[1:]])
-    return prepare(suite, screen.load_models(models), (models.target, models.drafter), {"command": command}, questions)
+    return prepare(suite, screen.load_models(models), models, {"command": command}, questions)
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:

@@ -106,9 +106,8 @@ class OpenAIForm:
             raise InputError("the answer of a batch is not streamed; leave out stream")
         if not body.model_fields_set.isdisjoint({"speculation", "saccade"}):
             raise InputError(_CHOSEN)
-        count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
-        if not 1 <= count <= _MOST_CHOICES:
-            raise InputError(f"a request may have 1 to {_MOST_CHOICES} answers, not {count}")
+        if not 1 <= body.answers <= _MOST_CHOICES:
+            raise InputError(f"a request may have 1 to {_MOST_CHOICES} answers, not {body.answers}")
         if body.seed is None:
             body.seed = seed_of(self._seed, item.id)
         return body

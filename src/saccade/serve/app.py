@@ -31,8 +31,6 @@ from saccade.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     NoFields,
-    Prompting,
-    has_media,
     to_tokenize,
     unknown,
     validated,
@@ -72,8 +70,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         with service.gate.request(service.gate.client(request.scope)):
             body = read(await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
-            media = isinstance(body, Prompting) and has_media(body.messages)
-            return JSONResponse(await service.prepare(work, service.model(body.model), body, media=media))
+            return JSONResponse(await service.prepare(work, service.model(body.model), body))
 
     async def take_no_body(request: Request) -> None:
         content = await body_of(request.receive, config.limits)

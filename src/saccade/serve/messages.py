@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import from_json
 
 from saccade.serve.answers import Choice, Form, Piece, metrics
 from saccade.serve.refusals import Json, Refusal, invalid
@@ -17,6 +16,7 @@ from saccade.serve.schemas import (
     ChatRequest,
     Count,
     Part,
+    arguments_of,
     checked,
     prompting,
     refuse_renamed,
@@ -375,7 +375,7 @@ class MessageForm(Form):
             content.append({"type": "text", "text": choice.text})
         for call in choice.calls:
             function = call["function"]
-            about = {"id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
+            about = {"id": call["id"], "name": function["name"], "input": arguments_of(function["arguments"]) or {}}
             content.append({"type": "tool_use", **about})
         whole = {**self._head, "content": content, **_ended(choice, details), "usage": _usage(used)}
         return json.dumps(whole).encode()
@@ -426,15 +426,6 @@ def _usage(used: Json) -> Json:
     }
 
 
-def _input(arguments: str) -> Json:
-    """Arguments of a call, those that are there where they were cut."""
-    try:
-        found = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
 def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
@@ -443,9 +434,6 @@ class MessageExchange(Exchange):
     """Answer of ``/v1/messages``."""
 
     names = IN_CHAT
-
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, ChatRequest)
 
     def _read(self, content: bytes, client: str) -> ChatRequest:
         asked = self._asked = validated(MessageRequest, content)

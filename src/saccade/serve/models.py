@@ -25,8 +25,8 @@ from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.methods.settings import GROUPS
 from saccade.serve.answers import Choice, StopText
 from saccade.serve.configuration import Limits, ModelEntry
-from saccade.serve.decoding import LogprobRecorder, Penalties, Planned, ThoughtBudget
-from saccade.serve.owner import Event, Job
+from saccade.serve.logit_processors import LogprobRecorder, Penalties, ThoughtBudget
+from saccade.serve.owner import Event, Job, Planned
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import (
@@ -37,9 +37,8 @@ from saccade.serve.schemas import (
     Prompting,
     TextToTokenize,
     conversation,
-    has_media,
 )
-from saccade.serve.tools import CallPolicy, ReplyFormat, policy_of, structure_rule
+from saccade.serve.tools import ReplyFormat, structure_rule
 from saccade.serve.workers import PromptWorkers
 from saccade.wording import unknown_name
 
@@ -164,11 +163,11 @@ class ServedModel:
         """
         setting, begun = self._setting(body), ""
         if isinstance(body, ChatRequest):
-            options, policy = self._template(body)
+            options = self._template(body)
             expected = "" if body.prediction is None else body.prediction.text
             self._check_size(len(expected), "prediction")
-            rows = [replace(self._row(body, setting.vlm, options, policy), prediction=expected)]
-            begun = self._begun(body, options, policy)
+            rows = [replace(self._row(body, setting.vlm, options), prediction=expected)]
+            begun = self._begun(body, options)
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
             rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
@@ -183,18 +182,16 @@ class ServedModel:
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
 
-    def _template(self, body: Prompting) -> tuple[MediaOptions, CallPolicy]:
+    def _template(self, body: Prompting) -> MediaOptions:
         """How a conversation is read, with the variables of its chat template."""
-        policy = policy_of(body)
         variables = body.model_dump(include={"reasoning_effort"}, exclude_none=True) | body.chat_template_kwargs
-        if policy.functions and self.planner.replies.reads_tools:
-            variables["tools"] = policy.as_templates_take_them
+        if body.policy.functions and self.planner.replies.reads_tools:
+            variables["tools"] = body.policy.as_templates_take_them
         if body.continue_final_message:
             variables |= {"continue_final_message": True, "add_generation_prompt": False}
         elif body.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
-        options = replace(self._reading, num_frames=body.num_frames, fps=body.fps, template_options=variables)
-        return options, policy
+        return replace(self._reading, num_frames=body.num_frames, fps=body.fps, template_options=variables)
 
     def choices(self, body: AnyRequest, jobs: Sequence[Job]) -> list[Choice]:
         """Make the empty answers of a request's jobs."""
@@ -209,14 +206,14 @@ class ServedModel:
             choices.append(choice)
         return choices
 
-    def _begun(self, body: ChatRequest, options: MediaOptions, policy: CallPolicy) -> str:
+    def _begun(self, body: ChatRequest, options: MediaOptions) -> str:
         """Text of the answer that its prompt has: the chat template's for any answer, or the message to continue."""
         if self.planner.replies.is_plain:
             return ""
         turns = conversation(body.messages)
         if body.continue_final_message:
             return _text(turns[-1])
-        turns = self.planner.replies.messages(turns, policy)
+        turns = self.planner.replies.messages(turns, body.policy)
         return self.vlm.processor.generation_prompt(turns, options)
 
     def _echo(self, body: AnyRequest, prompt: Prompt) -> str:
@@ -225,19 +222,19 @@ class ServedModel:
             return self.vlm.processor.decode(prompt.ids)
         return _text(conversation(body.messages)[-1])
 
-    def _row(self, body: Prompting, vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
+    def _row(self, body: Prompting, vlm: VLM, options: MediaOptions) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
         tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
         self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
-        turns = self.planner.replies.messages(conversation(body.messages), policy)
-        if self._workers is not None and has_media(body.messages):
+        turns = self.planner.replies.messages(conversation(body.messages), body.policy)
+        if self._workers is not None and body.has_media:
             return self._workers.row(turns, _readers(vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
     def ids(self, body: Prompting) -> Sequence[int]:
         """Ids of a conversation's prompt."""
         vlm = self.setting("off").vlm
-        return vlm.request(self._row(body, vlm, *self._template(body)), 0).prompt.ids
+        return vlm.request(self._row(body, vlm, self._template(body)), 0).prompt.ids
 
     def tokenize(self, body: TextToTokenize | ChatToTokenize) -> Json:
         """Answer of ``/tokenize``, in vLLM's form."""
@@ -281,7 +278,7 @@ class ServedModel:
 
 def stops_of(body: AnyRequest) -> Sequence[str]:
     """Stop strings of an answer; one that has a form is ended by it alone."""
-    return () if body.structures or policy_of(body).forced else body.stops
+    return () if body.structures or body.policy.forced else body.stops
 
 
 class Planner:
@@ -347,7 +344,7 @@ class Planner:
 
     def parser(self, body: AnyRequest, begun: str) -> tuple[ReplyParser | None, frozenset[int]]:
         """Parser of an answer, None where all of it is content, and ids of tokens without a text."""
-        policy, parser = policy_of(body), None
+        policy, parser = body.policy, None
         hidden = frozenset(() if body.structures or policy.has_grammar else body.stop_token_ids)  # text in a grammar
         if isinstance(body, ChatRequest):
             parser = self.replies.parser(policy, begun)
@@ -355,7 +352,7 @@ class Planner:
 
     def _grammar(self, body: AnyRequest, begun: str) -> Rollback | None:
         """Return the processor of what an answer may be; None where it may be anything."""
-        policy, structure = policy_of(body), next(iter(body.structures), None)
+        policy, structure = body.policy, next(iter(body.structures), None)
         if structure is None and not policy.has_grammar:
             return None
         thinks = isinstance(body, ChatRequest) and self.replies.thought is not None

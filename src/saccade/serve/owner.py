@@ -29,7 +29,7 @@ from saccade.engine.row import RowPlan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.output import Mark, Output, TicketChunk, TreeTrace
 from saccade.serve.configuration import MIB, Limits
-from saccade.serve.decoding import Planned, TokenLogprob
+from saccade.serve.logit_processors import LogprobRecorder, TokenLogprob
 from saccade.serve.refusals import Refusal, broken, draining, overloaded
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ class Event:
     @property
     def is_last(self) -> bool:
         return self.output is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    plan: RowPlan
+    recorder: LogprobRecorder | None  # of its log-probabilities; None without
+    begun: str  # text of the answer that the prompt has
 
 
 @dataclass(eq=False, slots=True)

@@ -449,7 +449,7 @@ class ResponseExchange(Exchange):
     names = IN_CHAT
 
     def __init__(self, service: Service, kept: KeptResponses) -> None:
-        super().__init__(service, ChatRequest)
+        super().__init__(service)
         self._kept = kept
 
     def _read(self, content: bytes, client: str) -> ChatRequest:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -118,6 +118,28 @@ class AllowedChoice(Part):
     allowed_tools: AllowedTools
 
 
+@dataclass(frozen=True)
+class CallPolicy:
+    """Functions that an answer may or must call."""
+
+    functions: Sequence[Function] = ()
+    forced: Sequence[Function] = ()  # of one or more of which the answer consists, where there are any
+    parallel: bool = True  # whether it may have several calls
+    told: Sequence[Function] = ()  # those that the model is told of, where it may not call some of them
+
+    @property
+    def has_grammar(self) -> bool:
+        return bool(self.forced or self.told) or any(function.strict for function in self.functions)
+
+    @property
+    def as_templates_take_them(self) -> list[Json]:
+        tools = []
+        for function in self.told or self.functions:
+            about = {"name": function.name, "description": function.description or ""}
+            tools.append({"type": "function", "function": {**about, "parameters": function.arguments}})
+        return tools
+
+
 class PredictedText(Part):
     type: Literal["text"]
     text: str
@@ -171,6 +193,10 @@ class Decoding(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
     @property
+    def answers(self) -> int:
+        return self.n
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -203,6 +229,29 @@ class Prompting(BaseModel):
     num_frames: Count | None = None
     fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
 
+    @property
+    def policy(self) -> CallPolicy:
+        """What the answer may or must call."""
+        if not self.tools or self.tool_choice == "none":
+            return CallPolicy()
+        mode, functions = self.tool_choice, [tool.function for tool in self.tools]
+        if isinstance(mode, NamedTool):
+            named = [function for function in functions if function.name == mode.function.name]
+            return CallPolicy(functions, named, parallel=False)
+        allowed = functions
+        if isinstance(mode, AllowedChoice):
+            names = [tool.function.name for tool in mode.allowed_tools.tools]
+            allowed, mode = [function for function in functions if function.name in names], mode.allowed_tools.mode
+        told = functions if len(allowed) < len(functions) else ()
+        return CallPolicy(allowed, allowed if mode == "required" else (), self.parallel_tool_calls, told)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether a message has parts besides text."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
+
 
 class ChatRequest(Decoding, Prompting):
     max_completion_tokens: Count | None = None
@@ -223,12 +272,17 @@ class CompletionRequest(Decoding):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     best_of: Count | None = None
+    policy: ClassVar[CallPolicy] = CallPolicy()  # it calls nothing
 
     @property
     def prompts(self) -> list[str | list[int]]:
         prompt: Any = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else list(prompt)
+
+    @property
+    def answers(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -474,13 +528,6 @@ def conversation(messages: Sequence[Json]) -> list[Json]:
     return [template_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def has_media(messages: Sequence[Json]) -> bool:
-    """Whether a message has parts besides text."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
-
-
 def template_message(message: Json, where: str) -> Json:
     """Return a message as chat templates take it; refusals name it by its place in the request."""
     role = message.get("role")
@@ -520,15 +567,21 @@ def _calls(calls: Any, where: str) -> list[Json]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"{place} must be an object with id, type and function.", place)
-        try:  # a call that was cut has the arguments that it got to
-            arguments = from_json(function.get("arguments") or "{}", allow_partial="trailing-strings")
-        except (ValueError, TypeError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = arguments_of(function.get("arguments") or "{}")
+        if arguments is None:
             raise invalid(f"{place}.function.arguments must be a JSON object as text.", place)
         about = {"name": function["name"], "arguments": arguments}
         made.append({"id": str(call.get("id", "")), "type": "function", "function": about})
     return made
+
+
+def arguments_of(text: Any) -> Json | None:
+    """Arguments of a call, those that it got to where it was cut; None where they are no object in JSON."""
+    try:
+        arguments = from_json(text, allow_partial="trailing-strings")
+    except (ValueError, TypeError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def _part(part: Any, where: str) -> Json:

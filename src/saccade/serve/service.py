@@ -26,7 +26,7 @@ from saccade.serve.configuration import MIB, Limits, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.owner import Event, Job, Metrics, Owner, Timing
 from saccade.serve.refusals import Json, Refusal, invalid, refusal_of, too_many
-from saccade.serve.schemas import AnyRequest, ChatRequest, CompletionRequest, StreamOptions, checked, has_media
+from saccade.serve.schemas import AnyRequest, ChatRequest, Prompting, StreamOptions, checked
 from saccade.serve.workers import PromptWorkers
 from saccade.wording import unknown_name
 
@@ -182,13 +182,14 @@ class Service:
         """Refuse a request that the queue has no room for, before its media are decoded."""
         self.owner.check_room(count, self._preparing)
 
-    async def prepare(self, function: Callable[..., Result], *arguments: Any, media: bool = False) -> Result:
-        """Run a function in a thread; requests with media have threads of their own, so that others need not wait."""
+    async def prepare(self, work: Callable[..., Result], model: ServedModel, body: Any, *more: Any) -> Result:
+        """Do a model's work in a thread; requests with media have others, so that the rest need not wait for them."""
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()
-            pool = self._media_preparers if media else self._preparers
-            return await loop.run_in_executor(pool, partial(function, *arguments))
+            has_media = isinstance(body, Prompting) and body.has_media
+            pool = self._media_preparers if has_media else self._preparers
+            return await loop.run_in_executor(pool, partial(work, model, body, *more))
         except SaccadeError as problem:
             raise refusal_of(problem) from problem
         finally:
@@ -254,7 +255,7 @@ class Exchange(Response):
 
     names: Mapping[str, str] = MappingProxyType({})  # fields of chat requests -> the endpoint's names for them
 
-    def __init__(self, service: Service, kind: type[AnyRequest]) -> None:
+    def __init__(self, service: Service, kind: type[AnyRequest] = ChatRequest) -> None:
         self.background = None
         self._service, self._kind = service, kind
         self._limits, self._metrics = service.config.limits, service.metrics
@@ -297,12 +298,10 @@ class Exchange(Response):
         """Prepare the jobs in a thread and queue them; ``sharing`` as of `Service.sharing`."""
         service = self._service
         model = service.model(body.model)
-        count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
-        if not 1 <= count <= self._limits.max_choices:
-            raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
-        service.check_room(count)
-        media = isinstance(body, ChatRequest) and has_media(body.messages)
-        self._jobs = await service.prepare(model.jobs, body, self._deliver, sharing, media=media)
+        if not 1 <= body.answers <= self._limits.max_choices:
+            raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {body.answers}.", "n")
+        service.check_room(body.answers)
+        self._jobs = await service.prepare(ServedModel.jobs, model, body, self._deliver, sharing)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade
         self._form = self._make_form(body, model.label)
         self._choices = model.choices(body, self._jobs)

@@ -18,7 +18,7 @@ from saccade.grammar import MOST_BLANKS
 from saccade.schema import SILENT, enforceable
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.replies import CallText, ReplyParser
-from saccade.serve.schemas import AllowedChoice, Decoding, Function, NamedTool, Prompting, Structure
+from saccade.serve.schemas import CallPolicy, Function, Structure
 
 ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -303,46 +303,6 @@ THOUGHTS = (
 
 SWITCHES = ("enable_thinking",)
 """Variables of chat templates that let the model think, or not."""
-
-
-@dataclass(frozen=True)
-class CallPolicy:
-    """Functions that an answer may or must call."""
-
-    functions: Sequence[Function] = ()
-    forced: Sequence[Function] = ()  # of one or more of which the answer consists, where there are any
-    parallel: bool = True  # whether it may have several calls
-    told: Sequence[Function] = ()  # those that the model is told of, where it may not call some of them
-
-    @property
-    def has_grammar(self) -> bool:
-        return bool(self.forced or self.told) or any(function.strict for function in self.functions)
-
-    @property
-    def as_templates_take_them(self) -> list[Json]:
-        tools = []
-        for function in self.told or self.functions:
-            about = {"name": function.name, "description": function.description or ""}
-            tools.append({"type": "function", "function": {**about, "parameters": function.arguments}})
-        return tools
-
-
-def policy_of(body: Decoding | Prompting) -> CallPolicy:
-    """Return what a request lets its answer call."""
-    if not isinstance(body, Prompting) or not body.tools or body.tool_choice == "none":
-        return CallPolicy()
-    functions = [tool.function for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool):
-        named = [function for function in functions if function.name == body.tool_choice.function.name]
-        return CallPolicy(functions, named, parallel=False)
-    mode, allowed = body.tool_choice, functions
-    if isinstance(body.tool_choice, AllowedChoice):
-        mode = body.tool_choice.allowed_tools.mode
-        names = [tool.function.name for tool in body.tool_choice.allowed_tools.tools]
-        allowed = [function for function in functions if function.name in names]
-    forced = allowed if mode == "required" else ()
-    told = functions if len(allowed) < len(functions) else ()
-    return CallPolicy(allowed, forced, body.parallel_tool_calls, told)
 
 
 class ReplyFormat:

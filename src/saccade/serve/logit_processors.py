@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.row import RowPlan
 from saccade.serve.tools import ReplyFormat
 
 UNKNOWN_LOGPROB = -9999.0  # OpenAI's value for tokens without a log-probability
@@ -127,10 +126,3 @@ class ThoughtBudget:
         only = torch.full_like(scores, float("-inf"))
         only[mark[written]] = scores[mark[written]]
         return only if only.max().isfinite() else scores
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    plan: RowPlan
-    recorder: LogprobRecorder | None  # of its log-probabilities; None without
-    begun: str  # text of the answer that the prompt has
