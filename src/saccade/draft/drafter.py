@@ -97,7 +97,7 @@ class DraftSession:
         return False
 
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """A prompt is not drafted for, in place of `load`; a later turn may reuse the target's states of it."""
+        """Called in place of `load` for a prompt that is not drafted for; a later turn may reuse its target's states."""
 
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         """Draft after the tokens that some rows emitted since their last call.
@@ -117,11 +117,11 @@ class DraftSession:
         """The outcome of a step of these rows, before its entries are committed.
 
         Args:
-            tree: that was verified, on the target's device: as proposed, or joined with the request's drafts.
+            tree: the verified trees on the target's device: as proposed, or joined with drafts of the requests.
             scores: ``[A, N, V]`` the target's processed logits after every node.
-            verdict: accepted path of every row.
+            verdict: every row's accepted path.
             output: the target's forward, with hidden states ``[A, N, d]`` where requested.
-            drafted: whether this session proposed the tree.
+            drafted: whether this session proposed the trees.
         """
 
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
@@ -139,17 +139,17 @@ class DraftSession:
 
 
 def rests(caches: Sequence[RowCache], rows: Rows, size: int) -> dict[int, tuple[int, ...]]:
-    """On what drafts of a size rest, as of `Begun`: entries that were moved since then lack the last ones."""
+    """What drafts of a size depend on, by row: where its entries begin in each cache, as moved ones lack the last."""
     return {row: (size, *(cache.start(row) for cache in caches)) for row in rows}
 
 
 class Begun:
-    """A draft from a verdict that the host had not read, for the rows whose content and caches are still as then."""
+    """A draft begun before the host had read the verdict; it serves rows whose content and caches have not changed."""
 
     def __init__(self, basis: Mapping[int, Any] | None = None, made: Any = None) -> None:
-        basis = basis or {}  # none where nothing was begun
-        self.made = made  # for all of these rows
-        self._basis = {row: (place, on) for place, (row, on) in enumerate(basis.items())}
+        basis = basis or {}  # what the draft depends on, by row; empty where none was begun
+        self.made = made  # the draft of all of these rows
+        self._basis = {row: (place, rest) for place, (row, rest) in enumerate(basis.items())}
         self._count = len(basis)
 
     def abandon(self, row: int) -> None:
@@ -157,9 +157,9 @@ class Begun:
         self._basis.pop(row, None)
 
     def places(self, basis: Mapping[int, Any]) -> list[int] | None:
-        """Return the places of rows in `made`; empty for all of them in order, None where it does not serve one."""
+        """Return the places in `made` of rows by what they depend on now; empty: all in order; None: one has changed."""
         known = [self._basis.get(row, (0, None)) for row in basis]
-        if [on for _, on in known] != [*basis.values()]:
+        if [rest for _, rest in known] != [*basis.values()]:
             return None
         places = [place for place, _ in known]
         return [] if places == [*range(self._count)] else places
