@@ -97,7 +97,7 @@ class DraftSession:
         return False
 
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Called in place of `load` for a prompt that is not drafted for; a later turn may reuse its target's states."""
+        """Called in place of `load` for a prompt that is not drafted for; a later turn may reuse the target's states."""
 
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         """Draft after the tokens that some rows emitted since their last call.
@@ -157,7 +157,7 @@ class Begun:
         self._basis.pop(row, None)
 
     def places(self, basis: Mapping[int, Any]) -> list[int] | None:
-        """Return the places in `made` of rows by what they depend on now; empty: all in order; None: one has changed."""
+        """Return rows' places in `made`; empty for all of them in order, None where what one depends on has changed."""
         known = [self._basis.get(row, (0, None)) for row in basis]
         if [rest for _, rest in known] != [*basis.values()]:
             return None
