@@ -97,7 +97,7 @@ class DraftSession:
         return False
 
     def skip(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Called in place of `load` for a prompt that is not drafted for; a later turn may reuse the target's states."""
+        """Called in place of `load` for a prompt without drafts; a later turn may reuse the target's states of it."""
 
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         """Draft after the tokens that some rows emitted since their last call.
