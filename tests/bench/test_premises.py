@@ -77,7 +77,7 @@ def test_without_memory_deeper_trees_win_and_shallower_ones_lose(
 ) -> None:
     hits = np.arange(200) % period >= missed
     found, verdict = sage([answered(hits, confidence=np.random.default_rng(i).random(200)) for i in range(12)])
-    assert (verdict.split(" (by deeper")[0], list(found.values())[-2]) == (expected, depths)
+    assert (verdict.split(" (")[0], list(found.values())[-2]) == (expected, depths)
     ends = np.random.default_rng(0).normal(size=(12, 200))
     ends[:, 1::2] = ends[:, 1::2].cumsum(1)
     assert "alpha_of=accepted" in sage([answered(np.arange(200) % 2 == 0, confidence=each) for each in ends])[1]

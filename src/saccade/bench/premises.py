@@ -119,17 +119,15 @@ def over_answers(statistic: Callable[..., float], *parts: Sequence[Array]) -> Es
     def of(taken: Array) -> Array:
         return np.array([statistic(*(np.concatenate([part[i] for i in row]) for part in parts)) for row in taken])
 
-    value = statistic(*map(np.concatenate, parts))
-    return None if np.isnan(value) else bootstrap(of, len(parts[0]))
+    return None if np.isnan(statistic(*map(np.concatenate, parts))) else bootstrap(of, len(parts[0]))
 
 
 def hivis(sizes: Mapping[str, Sequence[Array]]) -> Found:
     """The gap between the modalities, of the target's last states and of what a drafter reads."""
     means = {name: float(np.concatenate(each).mean()) for name, each in sizes.items()}
-    few = too_few(len(sizes["inputs, text"]))
     smaller, larger = sorted((means["inputs, visual"], means["inputs, text"]))
     found = {f"RMS of {name}": mean for name, mean in means.items()}
-    return found, few or ("win" if larger >= 2 * smaller else "level")
+    return found, too_few(len(sizes["inputs, text"])) or ("win" if larger >= 2 * smaller else "level")
 
 
 def sage(answers: Sequence[Answer]) -> Found:
@@ -166,11 +164,13 @@ def sage(answers: Sequence[Answer]) -> Found:
 def _expected_of_sage(root_lasts: bool, end_lasts: bool, deeper: Estimate) -> str:
     if root_lasts:
         return "win"
-    if (deeper.low or 0) >= 1.1:
-        return "win (by deeper trees alone: entropy does not last)"
+    lasting = "entropy does not last"
     if end_lasts:
-        return "level (entropy lasts after the last accepted node alone: try alpha_of=accepted)"
-    return "lose" if deeper.high is not None and deeper.high < 1 else "level (entropy does not last)"
+        lasting = "entropy lasts after the last accepted node alone: try alpha_of=accepted"
+    if (deeper.low or 0) >= 1.1:
+        return f"win (by deeper trees; {lasting})"
+    is_behind = deeper.high is not None and deeper.high < 1 and not end_lasts
+    return f"{'lose' if is_behind else 'level'} ({lasting})"
 
 
 def depth_of_trees(hits: Sequence[Array], confidence: float) -> int:
