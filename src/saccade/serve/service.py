@@ -165,7 +165,7 @@ class Service:
             self._loop.call_soon_threadsafe(deliver)
 
     def sharing(self, client: str) -> str | None:
-        """Group of requests that a client's share cached prefixes with: its name; empty: all; None: no others."""
+        """Whose cached prefixes a client's requests reuse: its name, for its alone; empty for all; None for none."""
         if not self.config.reuse_prefixes:
             return None
         return client if self.gate.has_keys and not self.config.share_prefixes else ""
@@ -373,11 +373,11 @@ class Exchange(Response):
                     return
                 piece, choice = self._add(index, event), self._choices[index]
                 left -= event.is_last
-                wanted = event.is_last and (self._extension.stats or self._extension.trace)
-                written = piece.text or piece.reasoning or piece.calls
-                if written or piece.trace or piece.finish or (piece.logprobs and event.tokens):
+                with_stats = event.is_last and (self._extension.stats or self._extension.trace)
+                has_content = piece.text or piece.reasoning or piece.calls
+                if has_content or piece.trace or piece.finish or (piece.logprobs and event.tokens):
                     used = len(self._jobs[index].request.prompt), choice.count
-                    parts.append(self._form.chunk(index, piece, self._stats(choice) if wanted else None, used))
+                    parts.append(self._form.chunk(index, piece, self._stats(choice) if with_stats else None, used))
             if not left:
                 break
             if parts:
