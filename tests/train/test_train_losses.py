@@ -394,7 +394,7 @@ def test_a_trained_head_stores_the_tokens_of_the_answers_and_is_lossless(trained
     engine = Engine(target("llava"), drafter)
     plain = drafter.logits
 
-    def logits(hidden: Tensor, step: int) -> Tensor:
+    def logits(hidden: Tensor, step: int = 0) -> Tensor:
         drafted.append(plain(hidden, step))
         return drafted[-1]
 
