@@ -135,7 +135,7 @@ class Page:
             ),
             escape(" ".join([*mirrors, config["note"]])).strip(),
             f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'])}. "
-            f"All numbers, also by task, and the models' digests: [{name}.csv]({name}.csv).",
+            f"[All numbers]({name}.csv).",
             *(escape(f"Left out: {reason}") for reason in config["missing"]),
             tables.markdown(_summary(self.content)),
             f"![{escape(plot.title)}]({name}.svg)\n\n{escape(plot.caption)}" if plot else "",
