@@ -122,7 +122,7 @@ def test_a_head_s_step_is_one_pass_of_the_head(kind: str, vlm: saccade.VLM, monk
     passes: list[int] = []
 
     def count(head: Head, inputs: tuple[Any, ...], _: Tensor) -> None:
-        if inputs[1] is not None or not isinstance(head, DFlash):  # which also writes keys and values of the context
+        if not isinstance(head, DFlash) or inputs[1] is not None:  # it also writes keys and values of the context
             passes.append(1)
 
     head.register_forward_hook(count)
