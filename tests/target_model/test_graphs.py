@@ -29,6 +29,7 @@ from saccade.methods.compositions import Models
 from saccade.target_model import graphs
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
+from saccade.target_model.executor import Ahead
 from saccade.target_model.graphs import GraphExecutor, StepGraphs, keys_for
 
 TREE = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
@@ -619,3 +620,14 @@ def test_keys_come_in_few_sizes_that_hold_what_they_must() -> None:
     sizes = {keys_for(slots) for slots in range(1, 5000)}
     assert sorted(sizes) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
     assert all(slots <= keys_for(slots) <= max(256, 1.5 * slots) for slots in range(1, 5000))
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_chain_reads_as_many_keys_as_its_longest_row_needs() -> None:
+    steps = Steps(2)
+    cache = steps.context.cache
+    cache.reserve(0, 400)
+    cache.lengths[0] = 300
+    shape = steps.graphs._chain_shape(Ahead([0, 1], [[5], [6]], 3, 90), [1, 1])
+    assert shape is not None
+    assert shape.keys == keys_for(303)
