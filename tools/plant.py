@@ -41,6 +41,18 @@ class Plant:
     survived: str = ""  # why the tests of the time missed it; empty where they did not
 
 
+def listed() -> list[Plant]:
+    """Return the plants of `tools/plants.toml`."""
+    return [Plant(**values) for values in tomllib.loads((ROOT / "tools/plants.toml").read_text("utf-8"))["plant"]]
+
+
+def stale(plant: Plant, root: Path = ROOT) -> str:
+    """Say why a plant fits its file no more; empty where it does."""
+    path = root / plant.file
+    count = path.read_text("utf-8").count(plant.find) if path.is_file() else 0
+    return "" if count == 1 else f"its text occurs {count} times in {plant.file}"
+
+
 def copy_tree(root: Path, folder: Path) -> None:
     """Copy what git tracks or would track, as it is now."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -63,10 +75,10 @@ def tested(folder: Path, tests: Sequence[str], limit: float) -> tuple[int, str]:
 
 def outcome(plant: Plant, folder: Path, limit: float) -> tuple[str, str]:
     """What became of a plant in a copy: ``noticed`` (by which test), ``survived``, ``stale`` or ``unclear``."""
+    if reason := stale(plant, folder):
+        return "stale", reason
     path = folder / plant.file
-    text = path.read_text("utf-8") if path.is_file() else ""
-    if text.count(plant.find) != 1:
-        return "stale", f"its text occurs {text.count(plant.find)} times in {plant.file}"
+    text = path.read_text("utf-8")
     path.write_text(text.replace(plant.find, plant.replace), "utf-8")
     try:
         code, printed = tested(folder, plant.tests, limit)
@@ -98,8 +110,7 @@ def main(
     limit: float = option(180, "Seconds for a plant's tests.", min=1),
 ) -> None:
     """Plant the bugs of `tools/plants.toml` in a copy of the tree; exit code 1 unless a test notices every one."""
-    listed = [Plant(**values) for values in tomllib.loads((ROOT / "tools/plants.toml").read_text("utf-8"))["plant"]]
-    chosen = [each for each in listed if room in (None, each.room) and (not names or each.name in names)]
+    chosen = [each for each in listed() if room in (None, each.room) and (not names or each.name in names)]
     if not chosen:
         raise InputError("No plant has that name and room; tools/plants.toml lists them.")
     counts: Counter[str] = Counter()

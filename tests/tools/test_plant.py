@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plant import Plant, outcomes
+from tools.plant import ROOT, Plant, listed, outcomes, stale
 
 SOURCE = "def total(values):\n    return sum(values)  # of all\n"
 TESTS = """
@@ -56,3 +56,15 @@ def test_a_bug_is_noticed_a_harmless_change_survives_and_a_text_that_is_gone_is_
         ("no module", "unclear", found[-1][2]),
     ]
     assert (tmp_path / "src" / "toy_sum.py").read_text() == SOURCE
+
+
+def test_every_plant_fits_the_source_and_names_tests_that_there_are() -> None:
+    plants = listed()
+    assert not [f"{each.name}: {reason}" for each in plants if (reason := stale(each))]
+    assert len({each.name for each in plants}) == len(plants)
+    for each in plants:
+        assert each.find != each.replace, each.name
+        for test in each.tests:
+            file, _, name = test.partition("::")
+            text = (ROOT / file).read_text("utf-8")
+            assert f"def {name.partition('[')[0].rpartition('::')[2]}" in text, f"{each.name}: {test}"
