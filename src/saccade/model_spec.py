@@ -11,7 +11,7 @@ from saccade.options import EXECUTORS, STORED
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What `saccade.load` takes; in brackets the help of the command line, and the type of its values and of tables."""
+    """What `saccade.load` takes; `Annotated` adds help for commands, and the type in commands and tables if other."""
 
     target: Annotated[Any, "Folder, hub id, profile of `saccade tune`, or `pocket`.", str]
     drafter: Annotated[Any, "A smaller model of the same tokenizer, or a head.", str | None] = None

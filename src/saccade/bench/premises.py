@@ -1,4 +1,4 @@
-"""What the measured premises of five papers let one expect of their methods, each with its numbers."""
+"""Premises of five papers, measured on a pair of models, and whether the methods can be expected to win there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from saccade.pocket import WORLD
 from saccade.vlm import VLM
 
 FEWEST_ANSWERS = 12  # below it an interval over answers is too narrow to be believed
-FEWEST_FORGIVEN = 50  # mismatches from which one in ten is told from one in five
+FEWEST_FORGIVEN = 50  # forgiven mismatches that suffice to tell a share of 10 % from one of 20 %
 NO_DRAFTER = "not measured: there is no draft VLM (give one with --drafter)"
 Found = tuple[dict[str, Any], str]
-"""Numbers by name, None for those that nothing was measured for, and the expectation: win, level, lose, too few, or not
-measured, with what qualifies it in parentheses."""
+"""Numbers by name, None where nothing was measured, and the expectation: win, level, lose, too few or not measured, and
+in parentheses what qualifies it."""
 
 
 class Premise(NamedTuple):
@@ -70,7 +70,7 @@ PAPERS = {
 def measure(
     vlm: VLM, asked: Sequence[Question], longest: int, heads: Mapping[str, Head], update: Callable[..., None]
 ) -> tuple[dict[str, Found], int]:
-    """Numbers and expectation by method, and the number of answers; ``heads``: fresh ones whose steps are timed."""
+    """Numbers and expectation by method, and the number of answers; ``heads``: untrained ones, to time their steps."""
     probe, answers = Probe(vlm), list[Answer]()
     has_views, names = bool(probe.views), lexicon(vlm.processor.tokenizer.decode)
     answering = vlm.using("chain", gamma=GAMMA) if has_views else vlm.using("plain")
@@ -140,7 +140,7 @@ def sage(answers: Sequence[Answer]) -> Found:
         if answer.confidence is None or inside.sum() < FEWEST_STEPS:
             continue
         at_root, at_end = answer.confidence[starts[inside]], answer.confidence[(starts + accepted)[inside]]
-        if np.ptp(at_root) and np.ptp(at_end):  # a level series has no correlation
+        if np.ptp(at_root) and np.ptp(at_end):  # a constant series has no correlation
             roots.append(at_root)
             ends.append(at_end)
     found: dict[str, Any] = {f"answers of {FEWEST_STEPS} steps": len(roots)}
@@ -174,7 +174,7 @@ def _expected_of_sage(root_lasts: bool, end_lasts: bool, deeper: Estimate) -> st
 
 
 def depth_of_trees(hits: Sequence[Array], confidence: float) -> int:
-    """Depth of SAGE's trees at a mean confidence, where the history of accepted lengths takes their limit."""
+    """Depth of SAGE's trees at a mean confidence, once the history of accepted lengths has moved their limit."""
     policy = SageTree()
     accepted = np.mean(np.concatenate([steps(each, policy.d_max)[1] for each in hits]))
     deepest = policy.d_max
@@ -193,7 +193,7 @@ def lvspec(answers: Sequence[Answer]) -> Found:
         f"of them among the {LOOSE:.0%} least relevant tokens": over_answers(share, among),
     }
     few = verdict = ""
-    for truth in (PROXY, LEXICON):
+    for truth in (PROXY, LEXICON):  # the last that is known decides
         known = [answer for answer in answers if truth in answer.depends]
         if not known:
             found["truth"] = "the proxy alone: a token counts where the target chooses another without the pictures"
@@ -215,7 +215,7 @@ def lvspec(answers: Sequence[Answer]) -> Found:
 
 
 def _ratio(above: Any, below: Any) -> Estimate:
-    """Ratio of sums over answers, all of which weigh something."""
+    """Ratio of sums over answers, the lower of which is never zero."""
     found = ratio_of_sums(above, below)
     assert found is not None
     return found

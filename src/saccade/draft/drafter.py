@@ -20,14 +20,14 @@ from saccade.verify.rule import Verdict
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """What the engine plans with; the facts of two drafters of one tree add up."""
+    """What the engine plans with; ``+`` gives the facts of two drafters whose drafts share a tree."""
 
     max_nodes: int = 1  # of a tree, root included
     max_depth: int = 0  # of a tree
     max_children: int = 0  # of a node
     draws: bool = False  # whether its children may be drawn from q when the rule samples
-    is_early: bool = True  # whether it can draft before the target's prefill is complete: it reads none of its states
-    splices: bool = False  # whether it runs tokens that a grammar forces together with the draft token before them
+    is_early: bool = True  # whether it can draft before the target's prefill ends, as it reads no states of the target
+    splices: bool = False  # whether one forward runs a draft token and those that a grammar forces after it
     entry_bytes: int = 0  # that it holds of every token of a row
     row_bytes: int = 0  # that it holds of a row, whatever its length
     model: Target | None = None  # the draft model
@@ -68,7 +68,7 @@ class Loaded(NamedTuple):
     """Outcome of `DraftSession.load`."""
 
     part: int = 0  # tokens that this call has prefilled where more are left; 0 once the prompt is whole
-    captioning: float = 0.0  # seconds of the call in which images were captioned
+    captioning: float = 0.0  # seconds of the call that captions took
 
 
 WHOLE = Loaded()
@@ -86,9 +86,9 @@ class DraftSession:
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
 
         Args:
-            prefill: result of the target's prefill; None where `DrafterFacts.is_early` and that is still to come. The
-                prompt then lacks its last token, which follows as the first root.
-            budget: tokens to prefill in this call, about; the next call goes on. None for the whole prompt.
+            prefill: result of the target's prefill; None ahead of it, for a drafter that `is_early`. The prompt then
+                lacks its last token, which follows as the first root.
+            budget: about how many tokens to prefill now; later calls go on from there. None for the whole prompt.
         """
         return WHOLE
 
@@ -139,7 +139,7 @@ class DraftSession:
 
 
 def rests(caches: Sequence[RowCache], rows: Rows, size: int) -> dict[int, tuple[int, ...]]:
-    """What drafts of a size depend on, by row: where its entries begin in each cache, as moved ones lack the last."""
+    """What a begun draft depends on, by row: its size, and where entries begin, since a move leaves the newest out."""
     return {row: (size, *(cache.start(row) for cache in caches)) for row in rows}
 
 
@@ -157,7 +157,7 @@ class Begun:
         self._basis.pop(row, None)
 
     def places(self, basis: Mapping[int, Any]) -> list[int] | None:
-        """Return rows' places in `made`; empty for all of them in order, None where what one depends on has changed."""
+        """Places of rows in `made`: empty for all in order, None where what a row's draft depends on has changed."""
         known = [self._basis.get(row, (0, None)) for row in basis]
         if [rest for _, rest in known] != [*basis.values()]:
             return None

@@ -1,7 +1,7 @@
 """The number of draft tokens of a step, by measured times and by the acceptance of earlier draft tokens.
 
 Times are in units: a unit is about the time of a forward of one token at present, so that a machine which becomes
-slower changes no decision. A step of R rows that verifies n draft tokens, drafted in D levels for r of them, takes
+slower changes no decision. A step of R rows that verifies n draft tokens, drafted in D levels for r of the rows, takes
 
     plain[R] + extra[n] + D * draft[r]
 
@@ -24,8 +24,8 @@ START, MOST = 3.0, 10.0  # credit at first, and the most that gains add up to, i
 EXPLORED = 0.004  # share of plain decoding's time that is added to the credit
 EARLY, REFRESH = (1, 2, 8, 32), 128  # steps that are measured without drafts: these, and every one of so many
 PRIOR, PRIOR_TRIALS = 0.75, 2.0  # acceptance rate before any trial, and the number of trials that it counts for
-MEMORY = 0.97  # weight of a trial after the next one
-ROW_TRIALS = 4.0  # trials of a row that the rate of all rows counts for, and of a depth that the one above counts for
+MEMORY = 0.97  # factor on a trial's weight with every later one
+ROW_TRIALS = 4.0  # trials that a prior counts for: the rate of all rows for a row, and of the depth above for a depth
 RECENT = 0.1  # weight of the last step in the speed of recent steps
 SLOPE, PREFILL = 0.05, 0.05  # until measured: time of a forward's further token and of a prompt's, over one token's
 ANSWER = 100  # until measured: length of answers
@@ -67,7 +67,7 @@ class CostsByNumber(dict[int, float]):
         for other, typical in self._measured.items():
             if not nearest or abs(other - number) < abs(nearest - number):
                 nearest = other
-            if other > number and len(typical.values) > 2:  # measured more often than guessed
+            if other > number and len(typical.values) > 2:  # measured twice at least
                 most = min(most, typical.value)  # a smaller number takes no more
         if nearest:
             cost *= self._measured[nearest].value / self._guess(nearest)
@@ -148,8 +148,8 @@ class Drafts:
     rows: Sequence[Trials]
     everywhere: Trials  # of all rows and depths
     rates: Sequence[float]  # acceptance by depth, of the levels that are left
-    token: float  # tokens that the time of a token's verification brings elsewhere
-    level: float  # tokens that the time of a level's draft brings elsewhere
+    token_price: float  # tokens that the time of verifying one brings elsewhere
+    level_price: float  # tokens that the time of drafting a level brings elsewhere
     lengths: list[int]  # tokens of each row that are verified
     chances: list[float]  # of every row's last token
 
@@ -160,13 +160,13 @@ class Drafts:
         rates = [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
         gained = 0.0
         for chance, rate in zip(self.chances, rates, strict=True):
-            gained += max(chance * rate - self.token, 0.0)
-        return rates if gained > self.level else []
+            gained += max(chance * rate - self.token_price, 0.0)
+        return rates if gained > self.level_price else []
 
     def add_level(self, rates: Sequence[float]) -> None:
         """Add a level whose tokens are accepted at these rates."""
         self.chances = list(map(mul, self.chances, rates))
-        self.lengths = [n + (chance > self.token) for n, chance in zip(self.lengths, self.chances, strict=True)]
+        self.lengths = [n + (chance > self.token_price) for n, chance in zip(self.lengths, self.chances, strict=True)]
         self.rates = self.rates[1:]
 
     def add(self, confidences: Sequence[float]) -> bool:
@@ -189,7 +189,7 @@ class Drafts:
 class Pacer:
     """Draft lengths of every step's rows, and whether the drafter of a new row is prefilled at all.
 
-    Chains are as long as they are fastest over the rows of a step (Leviathan et al. 2023, Section 3.3). A credit limits
+    Lengths are those that make a step fastest over its rows (Leviathan et al. 2023, Section 3.3). A credit limits
     losses: it receives a small share of plain decoding's time and what drafting gains, and pays what drafting loses. A
     step may risk half of it. Where nothing is expected to pay, a token is drafted on trial once the credit covers its
     cost, for the row of the fewest trials.
@@ -234,7 +234,7 @@ class Pacer:
         gained = spread = 0.0
         while rates := drafts.next_level():
             drafts.add_level(rates)
-            chances = [chance for chance in drafts.chances if chance > drafts.token]
+            chances = [chance for chance in drafts.chances if chance > drafts.token_price]
             gained += sum(chances)
             spread += sum(chances) - sum(map(mul, chances, chances))
             time = self.times.of_step(together, sum(drafts.lengths), max(drafts.lengths), len(rows))
@@ -244,7 +244,7 @@ class Pacer:
         return (lengths, speed) if speed > MARGIN else ([0] * len(rows), 1.0)
 
     def begin(self, rows: Sequence[Trials], others: int, levels: int | None = None) -> Drafts:
-        """Start the drafts of some rows, next to others without, of at most some levels."""
+        """Start a step's drafts of some rows, of at most ``levels``, next to ``others`` that have none."""
         most, together, times = len(rows) * self.max_length, len(rows) + others, self.times
         worth = max(MARGIN, self._recent_speed(together)) * together / times.plain[together]  # tokens per unit of time
         token = worth * times.extra[most] / most
@@ -294,8 +294,8 @@ class Pacer:
         return self._depths[0].count > PRIOR_TRIALS
 
     def _rates(self) -> list[float]:
-        """Rate at which tokens of each depth are accepted after accepted ones; a deeper one begins at the one above."""
-        rates, rate = [self._depths[0].rate()], PRIOR  # not at the first: deeper trials are of better rows
+        """Acceptance rate by depth, after accepted tokens; from the third on, the prior is that of the depth above."""
+        rates, rate = [self._depths[0].rate()], PRIOR  # not that of the first: deeper trials are of better rows
         for trials in self._depths[1:]:
             rate = trials.rate(rate, ROW_TRIALS)
             rates.append(rate)

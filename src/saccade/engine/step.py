@@ -43,7 +43,7 @@ from saccade.tree import DraftTree
 from saccade.verify.rule import STRICT, Judge, Processing, Rule, Uniforms, Verdict
 
 Commit = tuple[int, list[int], list[int]]
-"""A row's slot, its committed ones among the pending entries, and their tokens."""
+"""A row's slot, which of its pending entries are committed, and their tokens."""
 
 
 class StepRunner:
@@ -109,11 +109,11 @@ class StepRunner:
         return groups
 
     def _groups(self, rows: Sequence[Row], beginning: Sequence[Row], do_sample: bool) -> list[VerificationGroup]:
-        """Groups of greedy or of sampling rows: each row with or without draft tokens of the drafter, as planned."""
+        """Groups of greedy or of sampling rows, with or without drafts of the drafter, and of the rows' requests."""
         drafting, pacer, groups = self._state.drafting, self._pacer, list[VerificationGroup]()
         joined = rows if drafting is None else [row for row in rows if drafting[row].drafts]
         lengths = self._draft_lengths(joined, do_sample, len(rows) - len(joined))
-        for row in beginning:  # whose first tree is drafted as the drafter's prompt was prefilled for it
+        for row in beginning:  # a token at least: the drafter's prompt is prefilled for the row's first tree
             if row in lengths:
                 lengths[row] = max(min(1, self._state.facts.max_depth), lengths[row])
         is_measured = pacer is not None and not do_sample and pacer.measures
@@ -158,7 +158,7 @@ class StepRunner:
         rule, judge = self._state.judge(do_sample)
         uniforms = self._uniforms(rows, rule)
         longest, paced = max(lengths), None
-        # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
+        # On a CPU alone, since a device would wait at every level; there all rows draft the longest planned length.
         if pacer is not None and not do_sample and self._target.device.type == "cpu":
             paced = pacer.begin(drafting.trials(rows), others, None if longest > 1 else 1)
             longest = pacer.max_length
@@ -229,7 +229,7 @@ class StepRunner:
         """This step's random numbers: for the judge, and for a drafter that draws children."""
         facts = self._state.facts
         depth, children = facts.max_depth, facts.max_children
-        if rows[0].request_drafts is not None:  # of all of them
+        if rows[0].request_drafts is not None:  # then all of the rows have some
             depth, children = depth + MOST, max(children, WIDEST)
         judging = rule.uniforms(depth, children)
         if not all(judging):
@@ -240,9 +240,9 @@ class StepRunner:
     # -- run the target, and let the drafter observe -------------------------------------------------------
 
     def _forward(self, chunks: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
-        """Run chunks of prompts and the groups' trees in one forward, and commit chunks that end without a tree."""
+        """Run chunks of prompts and the groups' trees in one forward, and commit chunks without a tree after them."""
         context, blocks = self._context, list[TokenBlock]()
-        decoding = list[VerificationGroup]()  # groups whose first rows are not in prefill
+        decoding = list[VerificationGroup]()  # groups with decoding rows, which are their first
         for group in groups:
             slots = [row.slot for row in group.rows if row.slot is not None and row.slot not in self._state.prefills]
             if slots:
@@ -260,17 +260,17 @@ class StepRunner:
         if not blocks:
             return
         tokens = sum([block.tokens.numel() for block in blocks])
-        parts = defaultdict[VerificationGroup, list[tuple[ForwardOutput, int]]](list)  # and where a row's tree begins
+        found = defaultdict[VerificationGroup, list[tuple[ForwardOutput, int]]](list)  # with where trees begin in each
         with self._target.threads.on("forward", tokens):
             outputs = context.run(blocks)
             for group, output in zip(decoding, outputs, strict=False):
-                parts[group].append((output, 0))
+                found[group].append((output, 0))
             at = len(decoding)
             for chunk, block, output in zip(chunks, blocks[at:], outputs[at:], strict=True):
                 self._record(chunk, output)
                 if chunk.has_tree:
-                    parts[trees[chunk.row]].append((output, block.logits_from))
-        for group, of_group in parts.items():
+                    found[trees[chunk.row]].append((output, block.logits_from))
+        for group, of_group in found.items():
             group.output = concat_outputs(*zip(*of_group, strict=True))
 
     def _record(self, chunk: PrefillChunk, output: ForwardOutput) -> None:
@@ -490,7 +490,7 @@ class VerificationGroup:
     rule: Rule
     judge: Judge
     uniforms: Uniforms | None
-    levels: int | None = None  # that a drafter ran, of which the trees may have fewer; None where none proposed them
+    levels: int | None = None  # that the drafter ran, maybe more than the trees have; None where it was left out
     host: Sequence[HostTree] | None = None  # the trees, where drafts of the requests are in them
     output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
@@ -591,7 +591,7 @@ def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | No
     """Pack verdicts into ``[A, 4 + 4 * (D + 1)]`` integers for one transfer.
 
     Per row: accepted count, token, whether logits are not finite, whether the token was sampled from scores without a
-    finite maximum, path nodes, path tokens, nodes of at most each depth without padding, path marks.
+    finite maximum, path nodes, path tokens, number of nodes down to each depth without padding, path marks.
     Shapes: sampled ``[A, N, V]``.
     """
     unsound = _not_finite(logits.amax((1, 2)))

@@ -1,4 +1,4 @@
-"""Prompts of one model from messages: `InputProcessor.load_media` decodes their images and videos, `prompt` encodes."""
+"""Prompts of one model from messages: `InputProcessor.prompt`, which decodes the media that `load_media` has not."""
 
 from __future__ import annotations
 

@@ -133,15 +133,15 @@ class Service:
                 chosen = vlm if adapter is None else vlm.using(adapter=adapter)
                 made = ServedModel(entry, chosen, limits, reading, self._workers)
                 self.models[made.label] = made
-        self.is_leaving = False  # whether a signal has come that ends the server
-        self.replica = ""  # begin of the ids of responses: the replica's name and a hyphen, where there are several
+        self.is_leaving = False  # whether a signal to end the server has come
+        self.replica = ""  # prefix of response ids: the replica's name and a hyphen, where there are several
         self.gate = Gate(config)
         self.owner = Owner(limits, self._post)
         self.metrics = Metrics(self.owner, [m.labels(m.vlm) for m in self.models.values()], config.vllm_metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._preparers = ThreadPoolExecutor(limits.prepare_threads, "saccade-prepare")
         self._media_preparers = ThreadPoolExecutor(limits.media_workers, "saccade-media")
-        self._preparing = 0
+        self._preparing = 0  # requests whose prompts are being made
 
     @asynccontextmanager
     async def running(self, _: Any) -> AsyncIterator[None]:
@@ -165,7 +165,7 @@ class Service:
             self._loop.call_soon_threadsafe(deliver)
 
     def sharing(self, client: str) -> str | None:
-        """Whose cached prefixes a client's requests reuse: its name, for its alone; empty for all; None for none."""
+        """With whom a client shares cached prefixes: its name for itself alone; empty: with all; None: not at all."""
         if not self.config.reuse_prefixes:
             return None
         return client if self.gate.has_keys and not self.config.share_prefixes else ""
@@ -183,7 +183,7 @@ class Service:
         self.owner.check_room(count, self._preparing)
 
     async def prepare(self, work: Callable[..., Result], model: ServedModel, body: Any, *more: Any) -> Result:
-        """Do a model's work in a thread; requests with media have others, so that the rest need not wait for them."""
+        """Do a model's work in a thread; requests with media have their own threads, so that others need not wait."""
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()

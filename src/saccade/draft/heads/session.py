@@ -40,8 +40,8 @@ class HeadDrafter(Drafter):
     """Drafter of a head and the target that it was trained for.
 
     A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
-    nonsense, and nothing but the speed shows it. Loading stays cheap: the first drafts' verdicts are counted, which
-    costs one transfer.
+    nonsense, and nothing but the speed shows it. In place of a slow check at load, accepted tokens of the first drafts
+    are counted, which costs one transfer.
     """
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy, in_training: bool = False) -> None:
@@ -113,7 +113,7 @@ class TargetFeatures:
         self._head = head
         self.like = next(head.parameters())  # of their dtype and device
         self.at = [self.like.new_zeros(0, head.config.hidden_size) for _ in range(rows)]  # [S, d] of every row
-        self.known = [0] * rows  # tokens whose entries have run (hidden ones included)
+        self.known = [0] * rows  # tokens whose entries have run (visual ones without entries included)
 
     def reserve(self, row: int, count: int) -> None:
         short = count - self.at[row].shape[0]
@@ -152,7 +152,7 @@ class HeadEntries:
         self.device = self.target.device
         self.features = TargetFeatures(self.head, rows)
         self.like = self.features.like
-        # A row's pending entries, of levels or of a block, and the tokens emitted last padded to the longest row's.
+        # Most pending entries of a row: of a draft's levels or block, and of the tokens emitted last with padding.
         self.slack = policy.max_nodes + max(policy.max_run, policy.max_depth, self.head.reach or 0)
         self._order = torch.arange(self.slack + 1, device=self.device)
         self.caches, drafter.spare = drafter.spare, []  # those with an entry per token run
@@ -182,7 +182,7 @@ class HeadEntries:
         self._room[row] = capacity
         policy = self.drafter.policy
         self.features.reserve(row, capacity + policy.max_nodes + policy.max_depth)
-        for cache in self.caches[1:]:  # the first one when its entries are known
+        for cache in self.caches[1:]:  # the first one in `load`, which knows its entries
             cache.reserve(row, capacity + self.slack)
 
     def forget(self, row: int) -> None:
@@ -199,7 +199,7 @@ class HeadEntries:
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def resume(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        """Keep a prompt's features; return its entries as of `choose`, of which those of the cached prefix stay."""
+        """Store a prompt's features, keep the entries of its cached prefix, and return all of them as `choose` does."""
         self.features.store(row, prefill.start, self.features.fused(prefill))
         tokens, sources = self.choose(row, prompt, prefill)
         self.cache.crop(row, int((tokens < prefill.start).sum()))
@@ -344,7 +344,7 @@ class HeadEntries:
         return self.head(features, self.inputs(rows, tokens), at, step)
 
     def place(self, rows: Rows, count: int, mask: Tensor | None, gap: int | None) -> Placement:
-        """Lay out ``count`` pending entries per row, ``gap`` positions after the committed ones; None: in sequence."""
+        """Lay out ``count`` pending entries a row, each ``gap`` positions after committed ones; None: in sequence."""
         if self.fixed is not None:
             positions = self.fixed.place(self.caches, count, mask, gap, self.like.dtype)
             return Placement(positions, cache=self.cache, memory=self.memory, last=self.fixed.shape.last)
@@ -424,7 +424,7 @@ class LevelDraft(Draft):
         return self._entries.drafter.logits(self.ran[-1], frontier.depth)
 
     def pair(self, ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
-        """Logits of the last of other states, captured ones, and of what follows from those before it."""
+        """Logits of the last captured states, and of what ordinary operations make of those before them."""
         logits, depth = self._entries.drafter.logits, 0 if frontier is None else frontier.depth
         states = self.ran[0] if frontier is None else self._entries.run_level(self._rows, frontier, ran[:-1])
         return logits(ran[-1], depth), logits(states, depth)
@@ -570,7 +570,7 @@ class HeadDraftSession(DraftSession):
 
 
 def parents_of(frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
-    """Return the outputs ``[A, W, d]`` at the parents of a frontier's nodes, of those of the root and every level."""
+    """Pick the outputs ``[A, W, d]`` of a frontier's parents from those of the root and of every level so far."""
     if frontier.attention_mask is None:
         return ran[-1][:, -1:]
     if len(ran) == 1:
