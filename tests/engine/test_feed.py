@@ -170,6 +170,19 @@ def test_an_entry_is_cancelled_wherever_it_is(failing: Failing) -> None:
     assert entries[2].tokens == entries[2].expected
 
 
+def test_an_entry_of_another_batch_is_not_cancelled() -> None:
+    """Whoever waits for an answer of a batch that broke may leave once another batch is in its place."""
+    theirs, ours, later = Asked((0,)), Asked((1,), n=30), [Asked((number,), n=3) for number in (2, 3, 0)]
+    broken, feed = feed_of(theirs), feed_of(ours)
+    broken.step()
+    feed.step()
+    assert not feed.cancel(theirs)
+    for entry in later:
+        feed.add(entry)
+    assert run(feed) == [*later, ours]
+    assert [entry.tokens for entry in (ours, *later)] == [entry.expected for entry in (ours, *later)], "in its own slot"
+
+
 def test_steps_that_are_read_during_the_next_step_are_read_once() -> None:
     entry, read = Asked((0,)), list[list[Asked]]()
     feed = feed_of(entry)

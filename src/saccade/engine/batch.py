@@ -494,7 +494,7 @@ class Feed(Generic[Queued]):
 
     def _remove(self, entry: Queued) -> bool:
         """Take an entry's rows out of the batch; False if none was there."""
-        ids = [id(row) for row in entry.rows if self._entries.pop(id(row), None) is not None]
-        for row in entry.rows:
+        ours = [row for row in entry.rows if self._entries.pop(id(row), None) is not None]
+        for row in ours:
             self.batch.cancel(row)
-        return bool(ids)
+        return bool(ours)
