@@ -14,6 +14,7 @@ from harness import TREES, course
 from saccade import load
 from saccade.draft.ensemble.weights import InverseError, Random
 from saccade.engine import Engine, Request
+from saccade.engine.row import plan
 from saccade.output import Output
 from saccade.pocket import draw
 from saccade.verify.loose import RandomLoosening
@@ -83,6 +84,21 @@ def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_besi
     together = weights(asked)
     assert torch.equal(together, torch.cat([weights([request]) for request in asked]))
     assert not torch.equal(together[0], together[1])
+
+
+def test_what_a_row_learns_of_its_views_does_not_depend_on_those_that_it_is_verified_with() -> None:
+    """Trees of predicted answers are verified in groups of like sizes: at their ends, rows have smaller ones."""
+    method, weights = engine("llava", "weighed views", "dynamic"), list[Tensor]()
+    lengths = {0: 1, 1: 18, 2: 1}
+    for rows in ([0, 1, 2], [1]):
+        session = method.open(len(rows))
+        for row in rows:
+            (decoding,) = plan(method.target, [harness.prompt("llava", "image", row)], max_new_tokens=lengths[row])
+            session.add(Request(harness.prompt("llava", "image", row), prediction=(7, 8)), decoding)
+        harness.drain(session)
+        drafting: Any = session.drafting
+        weights.append(drafting._weights.choose([rows.index(1)]))
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("tree", ["chain", "confident"])

@@ -171,7 +171,7 @@ def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, la
         depth = tree.depth.expand(BATCH, -1).gather(1, last[:, None])[:, 0]
         verdict = Verdict(path_to(tree, last), depth, torch.randint(0, VOCAB, (BATCH,), generator=generator))
         expected = slowly(tree, scores, verdict)
-        blocks = blocks_of(range(BATCH), mixing.roots, tree, scores, verdict)
+        blocks = blocks_of(range(BATCH), mixing.roots.unbind(1), tree, scores, verdict)
         for row in range(BATCH):
             assert blocks[row].accepted() == [label for _, _, label in expected[row]]
         room = torch.randint(1, 6, (BATCH,), generator=generator).tolist()

@@ -143,7 +143,7 @@ class EnsembleSession(DraftSession):
         self._length = [0] * rows  # tokens, the prompt's included
         self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
         self._has_one_view = [False] * rows  # rows whose views have equal prompts
-        self._roots: dict[int, Tensor] = {}  # the views' distributions at the roots, by the first row of a proposal
+        self._roots: dict[int, Tensor] = {}  # `[m, 1, V]` the views' distributions at the root, by row
 
     @property
     def context(self) -> Context:
@@ -226,7 +226,7 @@ class EnsembleSession(DraftSession):
             self._mixture.weights = self._of_views(rows, self._weights.choose(rows))
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
         if self._learns and proposer.guide is None:  # views are compared where the target is free
-            self._roots[rows[0]] = self._mixture.roots
+            self._roots |= zip(rows, self._mixture.roots.unbind(1), strict=True)
         return tree
 
     def _of_views(self, rows: Rows, weights: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ class EnsembleSession(DraftSession):
             self._passed.update(rows)
             return
         self._mixture.observe(rows, verdict.on_proposed(tree))
-        if rows[0] in self._roots:
-            blocks = blocks_of(rows, self._roots.pop(rows[0]), tree, scores, verdict)
+        if rows[0] in self._roots:  # and all others: one proposal's rows may be verified in several groups
+            blocks = blocks_of(rows, list(map(self._roots.pop, rows)), tree, scores, verdict)
             # Views with equal prompts differ by rounding alone: they have no history.
             self._pending |= {row: block for row, block in blocks.items() if not self._has_one_view[row]}
 

@@ -330,8 +330,10 @@ class VerifiedBlock:
         return [*drafted, int(self.last)]
 
 
-def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict) -> dict[int, VerifiedBlock]:
-    """Verified blocks by row, of roots ``[m, A, 1, V]`` and scores ``[A, N, V]``."""
+def blocks_of(
+    rows: Rows, roots: Sequence[Tensor], tree: DraftTree, scores: Tensor, verdict: Verdict
+) -> dict[int, VerifiedBlock]:
+    """Verified blocks by row, of each row's roots ``[m, 1, V]`` and scores ``[A, N, V]``."""
     tokens = tree.tokens
     if tree.max_children > 1:  # else the nodes are the path
         scores = at_nodes(scores, verdict.path)
@@ -339,7 +341,7 @@ def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdic
     blocks = {}
     for place, row in enumerate(rows):
         count, last = verdict.count[place], verdict.token[place]
-        blocks[row] = VerifiedBlock(roots[:, place], scores[place], tokens[place], count, last)
+        blocks[row] = VerifiedBlock(roots[place], scores[place], tokens[place], count, last)
     return blocks
 
 
