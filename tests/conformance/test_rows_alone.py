@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,9 +14,10 @@ import harness
 from harness import TREES, course
 from saccade import load
 from saccade.draft.ensemble.weights import InverseError, Random
-from saccade.engine import Engine, Request
+from saccade.draft.trees.sage import SageTree
+from saccade.engine import Engine, Request, Row
 from saccade.engine.row import plan
-from saccade.output import Output
+from saccade.output import Output, TreeTrace
 from saccade.pocket import draw
 from saccade.verify.loose import RandomLoosening
 
@@ -31,7 +33,8 @@ DRAFTERS = {
 @cache
 def engine(name: str, drafter: str, tree: str, rule: Any = None) -> Engine:
     target = harness.target(name)
-    return Engine(target, DRAFTERS[drafter](target, harness.draft(name), TREES.get(tree)), rule)
+    policy = SageTree(alpha_of="accepted") if tree == "accepted" else TREES.get(tree)
+    return Engine(target, DRAFTERS[drafter](target, harness.draft(name), policy), rule)
 
 
 def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tuple[list[Output], list[Output]]:
@@ -86,19 +89,21 @@ def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_besi
     assert not torch.equal(together[0], together[1])
 
 
-def test_what_a_row_learns_of_its_views_does_not_depend_on_those_that_it_is_verified_with() -> None:
+@pytest.mark.parametrize(("drafter", "tree"), [("weighed views", "dynamic"), ("model", "accepted")])
+def test_what_is_learned_of_a_row_does_not_depend_on_those_that_it_is_verified_with(drafter: str, tree: str) -> None:
     """Trees of predicted answers are verified in groups of like sizes: at their ends, rows have smaller ones."""
-    method, weights = engine("llava", "weighed views", "dynamic"), list[Tensor]()
-    lengths = {0: 1, 1: 18, 2: 1}
-    for rows in ([0, 1, 2], [1]):
-        session = method.open(len(rows))
-        for row in rows:
-            (decoding,) = plan(method.target, [harness.prompt("llava", "image", row)], max_new_tokens=lengths[row])
-            session.add(Request(harness.prompt("llava", "image", row), prediction=(7, 8)), decoding)
+    method, traces = engine("llava", drafter, tree), list[list[TreeTrace]]()
+    for lengths in ({0: 1, 1: 18, 2: 1}, {1: 18}):
+        session, rows = method.open(3), dict[int, Row]()
+        session.trace = True
+        for number, most in lengths.items():
+            asked = Request(harness.prompt("llava", row=number), prediction=(7, 8))
+            rows[number] = session.add(asked, *plan(method.target, [asked.prompt], max_new_tokens=most))
         harness.drain(session)
-        drafting: Any = session.drafting
-        weights.append(drafting._weights.choose([rows.index(1)]))
-    assert torch.equal(*weights)
+        traces.append([step.tree for step in rows[1].steps if step.tree is not None])
+    for together, alone in zip(*traces, strict=True):
+        assert replace(together, signals={}) == replace(alone, signals={})
+        assert {name: pytest.approx(values) for name, values in together.signals.items()} == alone.signals
 
 
 @pytest.mark.parametrize("tree", ["chain", "confident"])

@@ -143,6 +143,7 @@ class EnsembleSession(DraftSession):
         self._length = [0] * rows  # tokens, the prompt's included
         self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
         self._has_one_view = [False] * rows  # rows whose views have equal prompts
+        self._shown: dict[int, Tensor] = {}  # `[m]` weights of every row's last draft
         self._roots: dict[int, Tensor] = {}  # `[m, 1, V]` the views' distributions at the root, by row
 
     @property
@@ -224,6 +225,7 @@ class EnsembleSession(DraftSession):
         self._passed.difference_update(rows)
         if self._weights is not None:
             self._mixture.weights = self._of_views(rows, self._weights.choose(rows))
+            self._shown |= zip(rows, self._mixture.weights, strict=True)
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
         if self._learns and proposer.guide is None:  # views are compared where the target is free
             self._roots |= zip(rows, self._mixture.roots.unbind(1), strict=True)
@@ -252,12 +254,10 @@ class EnsembleSession(DraftSession):
             self._pending |= {row: block for row, block in blocks.items() if not self._has_one_view[row]}
 
     def signals(self, rows: Rows) -> list[Signals]:
-        """The weights of several views, in their order, of rows that drafted last together; else the policy's."""
+        """The weights of several views, in their order; else the policy's."""
         if len(self._drafter.views) == 1:
             return self._session.signals(rows)
-        if len(self.weights) != len(rows):
-            return [{} for _ in rows]
-        return [{"weights": tuple(own)} for own in self.weights.tolist()]
+        return [{"weights": tuple(self._shown[row].tolist())} for row in rows]
 
     def _observe_last_block(self, row: int, block: VerifiedBlock) -> None:
         """Add a row's last block of the last turn to the history; the draft model has not run it."""

@@ -181,8 +181,8 @@ class SageSession:
     def __init__(self, policy: SageTree, rows: int, device: torch.device) -> None:
         self.policy, self.device = policy, device
         self._rows = [self._fresh() for _ in range(rows)]
-        # By rows of a step: the k largest probabilities after every node run, and the index of every node's own.
-        self.tops: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        # By row of a step: the k largest probabilities after every node run, and the index of every node's own.
+        self.tops: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _fresh(self) -> _Row:
         return _Row(deque(maxlen=max(self.policy.window, 1)), self.policy.d_max)
@@ -214,17 +214,17 @@ class SageSession:
     def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
         for row in rows:
             self._catch_up(self._rows[row])
-        self.tops = {key: tops for key, tops in self.tops.items() if not set(key) & set(rows)}
+            self.tops.pop(row, None)
         return SageGrowth(self, tuple(rows), roots)
 
     def observe(self, rows: Rows, verdict: Verdict) -> None:
         accepted = _Transfer(verdict.count)
         for place, row in enumerate(rows):
             self._rows[row].accepted = accepted, place
-        recorded = self.tops.pop(tuple(rows), None)
-        if recorded is None:
+        recorded = [self.tops.pop(row) for row in rows if row in self.tops]
+        if not recorded:
             return
-        tops, sources = recorded
+        tops, sources = map(torch.stack, zip(*recorded, strict=True))
         last = verdict.path.gather(1, verdict.count[:, None])
         entry = sources.gather(1, last.to(sources.device, non_blocking=True))
         self._measure(rows, at_nodes(tops, entry)[:, 0])
@@ -417,8 +417,8 @@ class SageGrowth:
         count = self._most(scores >= 0, min(self._size, self._session.policy.max_nodes))
         order, valid = order[:, :count], scores[:, :count] >= 0  # root first
         if self._records:
-            tops, sources = torch.cat(self._tops, 1), torch.cat(self._sources, 1)
-            self._session.tops[self._rows] = tops, sources.gather(1, order)
+            sources = torch.cat(self._sources, 1).gather(1, order)
+            self._session.tops |= zip(self._rows, zip(torch.cat(self._tops, 1), sources, strict=True), strict=True)
         tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
         levels = len(self._tokens) - 1
         return DraftTree.of_nodes(tokens, parents, order, valid, levels, self._session.policy.max_children)
