@@ -15,7 +15,6 @@ from saccade import methods
 from saccade.chat import Chat
 from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
-from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.errors import InputError, MethodError
@@ -35,14 +34,13 @@ from saccade.loading import adapt
 from saccade.lora import adapted
 from saccade.methods.compositions import Models
 from saccade.model_spec import ModelSpec
-from saccade.options import STORED
+from saccade.options import MEDIA_BYTES, PREFILL_CHUNK, STORED
 from saccade.output import Output
 from saccade.resolution import Heads, Resolved, completed, kinds_of, only, read_heads, resolve
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
 from saccade.target_model.linear import StepThreads
-from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.wording import meant, unknown_name
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)

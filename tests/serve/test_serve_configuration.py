@@ -66,10 +66,10 @@ def test_the_plan_of_several_models_loads_none(
 ) -> None:
     monkeypatch.setattr("saccade.resolution.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(SystemExit) as end:
-        main(["serve", "--config", written(tmp_path, GOOD), "--max-queue", "5", "--plan"])
+        main(["serve", "--config", written(tmp_path, GOOD), "--max-queue", "5", "--host", "::1", "--plan"])
     assert end.value.code == 0
     plan = capsys.readouterr().out
-    assert "http://127.0.0.1:9000" in plan
+    assert "http://::1:9000" in plan
     assert "3 per batch" in plan
     assert "5 requests may wait" in plan
     assert "profile long: method=prompt-lookup, gamma=20" in plan

@@ -38,12 +38,22 @@ def option(default: Any, words: str, *names: str, **settings: Any) -> Any:
 
 
 @dataclass_transform(frozen_default=True)
-def group(panel: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass of options, which are a panel of the help."""
+def group(panel: str | None = None, *configurations: type) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass of options, which are a panel of the help.
+
+    Fields of ``configurations`` that have help are further options, None where they are not set.
+    """
 
     def made(kind: type[T]) -> type[T]:
         helps = {name: in_tables(hint)[1] for name, hint in get_type_hints(kind, include_extras=True).items()}
         options = {name: option(getattr(kind, name), words) for name, words in helps.items() if words}
+        for each in configurations:
+            for name, hint in get_type_hints(each, include_extras=True).items():
+                field_type, words = in_tables(hint)
+                if words:
+                    names, form = _FORMS.get(name, ((), {}))
+                    options[name] = option(None, words.format(default=getattr(each, name)), *names, **form)
+                    kind.__annotations__[name] = field_type | None
         options |= {name: value for name, value in vars(kind).items() if isinstance(value, OptionInfo)}
         for name, value in options.items():
             value.rich_help_panel = value.rich_help_panel or panel
@@ -150,8 +160,11 @@ _FORMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "heads": (("--head",), {"metavar": "[NAME=]FOLDER"}),
     "method": (("-m",), {"autocompletion": method_names}),
     "options": (("--set",), {"metavar": "NAME=VALUE"}),
+    "api_key_file": ((), {"metavar": "FILE"}),
+    "reuse_prefixes": (("--reuse-prefixes/--no-prefix-reuse",), {}),
+    "kv_memory_mib": (("--kv-memory",), {"metavar": "MIB"}),
 }
-"""Names and settings of options of a `ModelSpec` that its fields do not have."""
+"""Names and settings of options of a `ModelSpec` or a server's configuration that its fields do not have."""
 PANEL = {"rich_help_panel": "Models"}
 
 

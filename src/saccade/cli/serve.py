@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from saccade.cli import screen
-from saccade.cli.option_groups import ModelOptions, RayOptions, group, option
+from saccade.cli.option_groups import ModelOptions, RayOptions, group, option, set_options
 from saccade.errors import InputError
 from saccade.model_spec import ModelSpec
+from saccade.serve.configuration import Limits, ModelEntry, ServerConfig, override, read_config
+from saccade.serve.configuration import plan as describe
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
-@group("Server")
+@group("Server", ServerConfig, Limits)
 class ServerOptions(RayOptions):
-    host: str | None = option(None, "Address to listen on, 127.0.0.1 by default: this machine alone.")
-    port: int | None = option(None, "8000 by default; 0 takes a free one.")
-    api_key_file: str | None = option(None, "API keys, one per line; SACCADE_API_KEYS has more.", metavar="FILE")
-    share_prefixes: bool | None = option(None, "API keys share cached prompts, so that one could learn of another's.")
-    reuse_prefixes: bool | None = option(None, "Of earlier requests; on.", "--reuse-prefixes/--no-prefix-reuse")
-    access_log: bool | None = option(None, "A line per request on standard error.")
-    max_rows: int | None = option(None, "Answers that run at once, 8 by default.")
-    max_queue: int | None = option(None, "Requests that may wait, 64 by default; further ones get 503.")
-    kv_memory_mib: int | None = option(None, "For keys and values; half of the free.", "--kv-memory", metavar="MIB")
     replicas: int | None = option(None, "Replicas on Ray; by default one per GPU, or per machine.", metavar="N")
 
 
@@ -56,9 +48,6 @@ def serve(
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise InputError(f"The server needs {', '.join(missing)}; run `pip install saccade[serve]`.")
-    from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
-    from saccade.serve.configuration import plan as describe
-
     adapters = dict(text.partition("=")[::2] for text in lora)
     if len(adapters) < len(lora):
         raise InputError("Two adapters have the same name; give every --lora NAME=FOLDER another one.")
@@ -72,9 +61,7 @@ def serve(
             base = read_config(Path(config))
         else:
             base = ServerConfig((ModelEntry(**{**vars(models), "adapters": adapters}, name=name or ""),))
-        server = {name: value for name, value in asdict(chosen).items() if name not in ("ray", "replicas")}
-        limits = {name: server.pop(name) for name in ("max_rows", "max_queue", "kv_memory_mib")}
-        return override(base, server, limits)
+        return override(base, set_options(chosen))
 
     configuration = read()
     screen.quiet_libraries()

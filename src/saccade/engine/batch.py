@@ -17,20 +17,18 @@ import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import Pacer
-from saccade.engine.prefill import LONGEST_STEP, PATIENCE, StepSizes
+from saccade.engine.prefill import PATIENCE, StepSizes
 from saccade.engine.row import Request, Row, RowPlan, plan
 from saccade.engine.slots import BatchState, free_memory
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
+from saccade.options import LONGEST_STEP, MEDIA_BYTES, PREFILL_CHUNK
 from saccade.output import Chunk, FinishReason, Output, TicketChunk
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.verify.rule import Greedy, Rule, Sampling
 
-PREFILL_CHUNK = 512
-"""Default number of prompt tokens per step."""
 LOOK = 8
 """Steps after which it is looked at again whether the models are as they were loaded; when rows join, it always is."""
 

@@ -16,13 +16,13 @@ from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, Clock, Drafting, DraftStage
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
+from saccade.options import LONGEST_STEP
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Prefill, PrefillResult
 from saccade.target_model.token_blocks import ContextError, TokenBlock
 from saccade.tree import DraftTree
 
-LONGEST_STEP = 3.0  # default length of a step with a part of a prompt, over one without
-_SAFE = 0.75  # share of it that is aimed at
+_SAFE = 0.75  # share of the longest step that is aimed at
 FEWEST = 16  # tokens of a chunk however long they take: on a CPU half of them take hardly less
 DRAFT_CHUNK = 2048  # most tokens of media, and of a draft model's prompt, in a step
 _LATE = 8  # tokens after which it is considered again whether the drafter is to join a row

@@ -8,16 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from saccade import methods
-from saccade.engine.batch import PREFILL_CHUNK
-from saccade.engine.prefill import LONGEST_STEP
 from saccade.errors import SaccadeError
-from saccade.inputs.media import SERVER, MediaLimits
 from saccade.model_spec import ModelSpec
-from saccade.options import check_keys, make
-from saccade.target_model.media_cache import MEDIA_BYTES
+from saccade.options import LONGEST_STEP, MEDIA_BYTES, PREFILL_CHUNK, SERVER, MediaLimits, check_keys, make
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -33,12 +29,12 @@ class ConfigError(SaccadeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server; every one protects it against its clients."""
+    """Limits of a server; every one protects it against its clients. Those with help are options of `saccade serve`."""
 
-    max_rows: int = 8  # rows of one running batch
-    max_queue: int = 64  # requests that wait for a row; further ones get 503
+    max_rows: Annotated[int, "Answers that run at once, {default} by default."] = 8  # in one running batch
+    max_queue: Annotated[int, "Requests that may wait, {default} by default; further ones get 503."] = 64
     batches: int = 2  # running batches, one per model and method, that exist at once
-    kv_memory_mib: int | None = None  # keys and values of all batches together, in equal shares
+    kv_memory_mib: Annotated[int | None, "For keys and values; half of the free."] = None  # in equal shares of batches
     media_cache_mib: int = MEDIA_BYTES // MIB  # features of images and videos of all batches together
     prefill_chunk: int = PREFILL_CHUNK  # most prompt tokens per step
     longest_step: float = LONGEST_STEP  # length of a step with a part of a prompt, over one without
@@ -112,16 +108,16 @@ class ModelEntry(ModelSpec):
 @dataclass(frozen=True)
 class ServerConfig:
     models: tuple[ModelEntry, ...]  # at least one; the first serves requests that name none
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: str | None = None  # file with one key per line
+    host: Annotated[str, "Address to listen on, {default} by default: this machine alone."] = "127.0.0.1"
+    port: Annotated[int, "{default} by default; 0 takes a free one."] = 8000
+    api_key_file: Annotated[str | None, "API keys, one per line; SACCADE_API_KEYS has more."] = None
     allowed_hosts: tuple[str, ...] = ()  # values of the Host header that are served
     limits: Limits = Limits()  # see `Limits`
     media: MediaLimits = SERVER  # accepted places, formats and sizes of images and videos; paths are never read
     text_as_text: bool = True  # whether control tokens and placeholders in the text of requests are encoded as text
-    share_prefixes: bool = False  # whether requests of different API keys reuse each other's prompts and media
-    reuse_prefixes: bool = True  # whether requests reuse anything of earlier ones at all
-    access_log: bool = False  # whether standard error has a line per request
+    share_prefixes: Annotated[bool, "API keys share cached prompts, so that one could learn of another's."] = False
+    reuse_prefixes: Annotated[bool, "Of earlier requests; on."] = True  # whether anything of earlier requests is reused
+    access_log: Annotated[bool, "A line per request on standard error."] = False
     vllm_metrics: bool = True  # whether `/metrics` has vLLM's names beside its own
     file: str = ""  # that it was read from, for messages; empty for one of the command line
 
@@ -238,11 +234,11 @@ def _table(tables: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     return table
 
 
-def override(config: ServerConfig, server: Mapping[str, Any], limits: Mapping[str, Any]) -> ServerConfig:
-    """Return a configuration with the values of the command line that are given (not None)."""
-    of_server = {name: value for name, value in server.items() if value is not None}
-    of_limits = {name: value for name, value in limits.items() if value is not None}
-    return replace(config, **of_server, limits=replace(config.limits, **of_limits))
+def override(config: ServerConfig, values: Mapping[str, Any]) -> ServerConfig:
+    """Return a configuration with other values of its fields and of its limits; those of other names are ignored."""
+    server = {name: value for name, value in values.items() if name in ServerConfig.__dataclass_fields__}
+    limits = {name: value for name, value in values.items() if name in Limits.__dataclass_fields__}
+    return replace(config, **server, limits=replace(config.limits, **limits))
 
 
 def plan(config: ServerConfig) -> str:

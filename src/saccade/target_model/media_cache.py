@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from saccade.inputs.families.family import Medium, Prompt
+from saccade.options import MEDIA_BYTES
 from saccade.target_model.adapter import EndingAt, Target
 from saccade.target_model.cache import on_device
 
-MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
 MOST_TOGETHER = 8192  # most placeholders of images that are encoded in one call
 TOWERS = ("vision_tower", "vision_model", "visual")  # attribute names of vision towers in models of transformers
 

@@ -22,7 +22,7 @@ from saccade.bench.report import figures, tables
 from saccade.bench.report.tables import Content
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
-from saccade.inputs.media.sources import FORMATS
+from saccade.options import FORMATS
 
 LARGEST = 640  # longest side, in pixels, of a picture in the report; larger ones are scaled down
 

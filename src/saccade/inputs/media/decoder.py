@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saccade.inputs.media.sources import MediaLimits
+    from saccade.options import MediaLimits
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _STARTS = {

@@ -28,7 +28,8 @@ from PIL import Image
 
 from saccade.errors import InputError
 from saccade.files import expanded
-from saccade.inputs.media.sources import LOCAL, MediaLimits, fetch
+from saccade.inputs.media.sources import fetch
+from saccade.options import LOCAL, MediaLimits
 
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of TIFF
 _JPEG_PIXELS = 512  # most pixels of a JPEG by a byte of the file: 64 by every bit

@@ -21,7 +21,7 @@ from saccade.errors import InputError, KilledError
 from saccade.inputs.media import decoder
 from saccade.inputs.media.decoder import Decoder, Refused, Timeline, accepted_container, receive, send
 from saccade.inputs.media.images import load_image, read_source, to_uint8
-from saccade.inputs.media.sources import LOCAL, MediaLimits
+from saccade.options import LOCAL, MediaLimits
 
 ASSUMED_FPS = 24.0  # frames per second where nothing says the rate (the value that transformers assumes)
 
