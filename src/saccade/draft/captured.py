@@ -172,8 +172,8 @@ class DraftGraphs(Graphs):
         made: CapturedDraft | None = self._captured(captured) if self._is_due(shape) else None
         return made
 
-    def judge(self, step: CapturedDraft, is_right: bool) -> bool:
-        """Keep a draft that is right, or else no graphs any more; whether there still are any."""
+    def keep_if_right(self, step: CapturedDraft, is_right: bool) -> bool:
+        """Keep a draft that is right, or else no graphs any more; return whether there still are any."""
         self._keep(step.shape, step, is_right)
         return self.pool.enabled
 
@@ -253,7 +253,7 @@ class Capture:
         for cache in self.caches:
             cache.drop(self.rows)
         is_right = is_close and bool(share > LEAST_ALIKE)
-        return self.graphs.judge(step, is_right)
+        return self.graphs.keep_if_right(step, is_right)
 
 
 def _widest(policy: TreePolicy) -> int:

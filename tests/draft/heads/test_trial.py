@@ -46,6 +46,6 @@ def test_too_few_drafts_are_not_judged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SaccadeWarning)
         for _ in range(TRIAL - 1):
-            drafter.judge(nothing)
+            drafter.count_accepted(nothing)
     with pytest.warns(SaccadeWarning, match="no tokens were accepted, which is near chance"):
-        drafter.judge(nothing)
+        drafter.count_accepted(nothing)

@@ -58,7 +58,7 @@ class HeadDrafter(Drafter):
         self.head = head.eval()
         self.fused = FusedHead(head)  # what the head's forwards run on while it drafts
         self.target = target  # whose embedding it shares, and whose LM head unless it has its own
-        self._drafts = TRIAL if in_training else 0  # that were judged
+        self._drafts = TRIAL if in_training else 0  # that were counted
         self._accepted: Tensor | int = 0  # tokens of those
         scaling = LogitMap() if head.has_lm_head else logit_map(target)
         self._map = None if scaling == LogitMap() else scaling
@@ -74,8 +74,8 @@ class HeadDrafter(Drafter):
     def open(self, rows: int, target: Context) -> DraftSession:
         return HeadDraftSession(self, rows, target)
 
-    def judge(self, verdict: Verdict) -> None:
-        """Count a step's accepted tokens, and warn once if too few of the first drafts' were accepted."""
+    def count_accepted(self, verdict: Verdict) -> None:
+        """Count the accepted tokens of the first drafts, and warn once if they are too few."""
         if self._drafts >= TRIAL:
             return
         self._drafts += len(verdict.count)
@@ -566,7 +566,7 @@ class HeadDraftSession(DraftSession):
             self._next = Begun()
             return
         self._shaping.observe(rows, verdict.on_proposed(tree))
-        self._drafter.judge(verdict)
+        self._drafter.count_accepted(verdict)
 
 
 def parents_of(frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
