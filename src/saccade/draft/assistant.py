@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.draft.drafter import WHOLE, Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.heads.session import parents_of
-from saccade.draft.trees.policy import Frontier, Proposer, Signals, TreePolicy, grow
+from saccade.draft.trees.policy import Frontier, Proposer, Signals, TreePolicy, grow, signals_of
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
@@ -157,7 +157,7 @@ class AssistantDraftSession(DraftSession):
         return grow(self._drafter.policy, growth, first, run, limit, rows, proposer.guide)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows)
+        return signals_of(self._shaping, rows)
 
     def _forward(self, rows: Rows, states: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[A, W, V]`` and outputs ``[A, W, d]`` after tokens ``[A, W]`` with their parents' states."""

@@ -22,6 +22,7 @@ from saccade.draft.trees.policy import (
     TopProposer,
     TreePolicy,
     grow,
+    signals_of,
 )
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
@@ -382,7 +383,7 @@ class ModelDraftSession(DraftSession):
             self._next = Begun()
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows)
+        return signals_of(self._shaping, rows)
 
     def _embeddable(self, ids: Sequence[int]) -> list[int]:
         """The ids with 0 for those without an embedding in the drafter (padding of a larger vocabulary)."""

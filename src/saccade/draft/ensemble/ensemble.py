@@ -17,7 +17,7 @@ from saccade.draft.drafter import Drafter, DrafterFacts, DraftSession, Loaded
 from saccade.draft.ensemble.weights import TINY, VerifiedBlock, Weighting, blocks_of, make_weighting, verified_positions
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.pruning import Pruning
-from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy, signals_of
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
@@ -307,7 +307,7 @@ class Mixture:
         self._shaping.restart(row)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        return self._shaping.signals(rows)
+        return signals_of(self._shaping, rows)
 
 
 class MixedGrowth:

@@ -40,7 +40,7 @@ class Growth(Protocol):
 
 
 class PolicySession(Protocol):
-    """A tree policy's state for the rows of one session."""
+    """A tree policy's state for the rows of one session, maybe with ``signals(rows)``: see `signals_of`."""
 
     def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
         """Start this step's trees of some rows below ``roots`` ``[A]``."""
@@ -51,11 +51,13 @@ class PolicySession(Protocol):
     def restart(self, row: int) -> None:
         """Discard the row's history: its new prompt does not continue the earlier one."""
 
-    def signals(self, rows: Rows) -> list[Signals]:
-        """Numbers that shaped the last drafts of these rows, in their order; for traces."""
-
 
 Signals = dict[str, tuple[float, ...]]  # numbers that shaped a row's last draft, by name; for traces
+
+
+def signals_of(session: PolicySession, rows: Rows) -> list[Signals]:
+    """Return the signals of these rows' last drafts, in their order; empty ones where a session has none."""
+    return session.signals(rows) if hasattr(session, "signals") else [{} for _ in rows]
 
 
 class TreePolicy(Protocol):
@@ -152,9 +154,6 @@ class StatelessPolicy:
 
     def restart(self, row: int) -> None:
         """There is no history to discard."""
-
-    def signals(self, rows: Rows) -> list[Signals]:
-        return [{} for _ in rows]
 
 
 def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
