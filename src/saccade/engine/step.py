@@ -447,11 +447,9 @@ class StepRunner:
         """Add the stages' times to the rows that took part in them; rows of one step share them."""
         seconds = self._clock.pop_seconds()
         forward, drafting = seconds.pop("verify", 0.0) + seconds.pop("prefill", 0.0), seconds.pop("draft", 0.0)
-        counted = set[Row]()
         for chunk in prefilled:
-            if chunk.row not in counted:  # a last chunk without a tree is also one of the joint forward's
-                chunk.row.add_seconds({**seconds, "prefill": forward, "draft": drafting * chunk.has_tree})
-                counted.add(chunk.row)
+            chunk.row.add_seconds({**seconds, "prefill": forward, "draft": drafting * chunk.has_tree})
+        counted = {chunk.row for chunk in prefilled}
         for group in groups:
             for row in group.rows:
                 if row not in counted:
