@@ -137,7 +137,7 @@ class Page:
             f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'])}. "
             f"[All numbers]({name}.csv).",
             *(escape(f"Left out: {reason}") for reason in config["missing"]),
-            tables.markdown(_summary(self.content)),
+            tables.markdown(_summary(self.content)).partition("\n\n")[2],  # prompts are named above
             f"![{escape(plot.title)}]({name}.svg)\n\n{escape(plot.caption)}" if plot else "",
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
