@@ -64,7 +64,8 @@ def test_the_layer_counts_the_bytes_that_it_holds_of_a_token(target: Target) -> 
     under = engine(target, POLICIES["chain"])
     session: Any = under.open(1)
     under.generate([Request(PROMPTS[0])], max_new_tokens=2, session=session)
-    features, cache = session.drafting._features.at[0], session.drafting.cache
+    entries = session.drafting.entries
+    features, cache = entries.features.at[0], entries.cache
     assert session.drafting._drafter.facts.entry_bytes == cache.nbytes / cache.slots + features.nbytes / len(features)
 
 
