@@ -62,7 +62,7 @@ class Measurement:
 
 SHAPE = "1024x24x8"  # of inflated targets
 
-_SHIPPED = ("heads-long", "small-trees")
+_SHIPPED = ("heads-long", "heads-long-sampling", "heads-deep", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""
 _EXTRA: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("quick-1024", "quick", True, {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import combinations, product
 from statistics import fmean
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from saccade.wording import count as counted
 Judgement = Literal["holds", "level", "undecided", "does not", "not measured"]
 WORST_FIRST: tuple[Judgement, ...] = ("does not", "undecided", "level", "holds")
 FEWEST = 40  # prompts below which no comparison is decided
-LEVEL = (0.97, 1.03)  # ratios between which the whole interval of a level comparison lies
+LEVEL = 0.03  # of the ratio asked for: an interval within it on both sides is level, too small a difference to matter
 CURVES = "score at equal tokens per pass"
 """The measure that compares curves: a label with ``*`` at its end stands for all that begin so."""
 
@@ -32,7 +32,7 @@ class Claim:
 
     says: str  # in a few words, unique in its suite
     paper: str  # its numbers in the order of the claim, `-` without any
-    order: Sequence[Any]  # levels of labels, best first
+    order: Sequence[Any]  # levels of labels, best first; `a|b`: in every task the one of them that is less efficient
     by: str = "block efficiency"  # a name of `MEASURES`
     least: float = 1.0  # ratio that every comparison must exceed
     tasks: Sequence[Any] = ()  # that it is about; all without any
@@ -67,15 +67,15 @@ class OrderComparison:
 
     @property
     def judgement(self) -> Judgement:
-        """Whether the whole interval exceeds the least ratio, is level although more was claimed, or lies below it."""
+        """Whether the whole interval lies above or below the ratio asked for, or holds it and is narrow."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None or self.ratio.prompts < FEWEST:
             return "undecided"
         if low > self.least:
             return "holds"
-        if self.least >= 1 and low >= LEVEL[0] and high <= LEVEL[1]:
-            return "level"
-        return "does not" if high < self.least else "undecided"
+        if high < self.least:
+            return "does not"
+        return "level" if max(self.least - low, high - self.least) <= LEVEL * self.least else "undecided"
 
     def __str__(self) -> str:
         interval = f" [{self.ratio.low:.3f}, {self.ratio.high:.3f}]" if self.ratio.low is not None else ""
@@ -88,7 +88,7 @@ class Verdict:
     """A claim, compared pair by pair."""
 
     claim: Claim
-    comparisons: tuple[OrderComparison, ...]  # of neighbouring levels
+    comparisons: tuple[OrderComparison, ...]  # of every label with all of lower levels
     absent: tuple[str, ...]  # labels of the claim that the run lacks
 
     @property
@@ -115,24 +115,33 @@ def verdicts(run: RecordedRun) -> list[Verdict]:
     found = []
     for claim in (Claim.of(item, "claims") for item in run.header.config.get("claims", ())):
         labels = [label for level in claim.order for label in level]
-        of_label = {
-            label: [
-                r
-                for name in of_curve(label, records)
-                for r in records[name]
-                if not claim.tasks or r.task in claim.tasks
-            ]
-            for label in labels
-        }
+        of_label = {label: _records_of(label, records, claim.tasks) for label in labels}
         present = [[label for label in level if of_label[label]] for level in claim.order]
         comparisons = [
             OrderComparison(better, other, ratio, claim.least)
-            for above, below in pairwise(level for level in present if level)
+            for above, below in combinations(present, 2)
             for better, other in product(above, below)
             if (ratio := MEASURES[claim.by](of_label[better], of_label[other])) is not None
         ]
         found.append(Verdict(claim, tuple(comparisons), tuple(label for label in labels if not of_label[label])))
     return found
+
+
+def _records_of(label: str, known: Mapping[str, Sequence[Record]], tasks: Sequence[str]) -> list[Record]:
+    """Records that a claim's label stands for, in some tasks or, without any, in all."""
+    parts = [[r for r in known.get(name, ()) if not tasks or r.task in tasks] for name in label.split("|")]
+    if len(parts) == 1:
+        found = (r for name in of_curve(label, known) for r in known[name])
+        return [r for r in found if not tasks or r.task in tasks]
+    if not all(parts):
+        return []
+    of_task = [{task: [r for r in part if r.task == task] for task in {r.task for r in part}} for part in parts]
+    shared = sorted(set.intersection(*map(set, of_task)))
+    return [r for task in shared for r in min((group[task] for group in of_task), key=_efficiency)]
+
+
+def _efficiency(records: Sequence[Record]) -> float:
+    return sum(map(metrics.emitted, records)) / max(sum(map(metrics.passes, records)), 1)
 
 
 Measure = Callable[[Sequence[Record], Sequence[Record]], Estimate | None]
@@ -167,6 +176,35 @@ def sums_by_prompt(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
 
 def _of_rates(rate: Callable[[Record], float | None]) -> Measure:
     return lambda ours, theirs: median_estimate(metrics.paired_ratios(ours, theirs, rate))
+
+
+def _of_times(over: Callable[[Record], float], under: Callable[[Record], float]) -> Measure:
+    """Median over prompts of one time of the first method over another of the second one, where both took any."""
+
+    def measure(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+        below = {(r.prompt_id, r.repeat): under(r) for r in theirs}
+        pairs = [(over(r), below.get((r.prompt_id, r.repeat), 0.0)) for r in ours]
+        return median_estimate([mine / other for mine, other in pairs if mine and other])
+
+    return measure
+
+
+def _target_pass(record: Record) -> float:
+    """Seconds of a verification pass."""
+    return float(record.stats["seconds"]["verify"] / max(metrics.passes(record), 1))
+
+
+def _draft_pass(record: Record) -> float:
+    """Seconds of a draft pass of a chain."""
+    return float(record.stats["seconds"]["draft"] / max(record.stats["drafted_tokens"], 1))
+
+
+def _prefill(record: Record) -> float:
+    return float(record.stats["seconds"]["vision"] + record.stats["seconds"]["prefill"])
+
+
+def _captioning(record: Record) -> float:
+    return float(record.stats["seconds"]["caption"])
 
 
 _GRID = 9  # places at which two curves are compared
@@ -219,7 +257,9 @@ MEASURES: dict[str, Measure] = {
     "speed": _of_rates(metrics.rate),
     "score": metrics.retention,
     CURVES: _score_at_equal_tokens,
+    "target pass over draft pass": _of_times(_target_pass, _draft_pass),
+    "prefill over captioning": _of_times(_prefill, _captioning),
 }
 """Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
 prefill; median throughput end to end; mean score against ground truth; the same of two curves of methods, over the
-tokens per pass that both reach."""
+tokens per pass that both reach; medians of times of the second method's parts against the first one's passes."""
