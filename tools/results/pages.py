@@ -134,7 +134,7 @@ class Page:
                 for cause, reason in causes.items()
             ),
             escape(" ".join([*mirrors, config["note"]])).strip(),
-            f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'])}. "
+            f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'].rpartition('; ')[0])}; "
             f"[All numbers]({name}.csv).",
             *(escape(f"Left out: {reason}") for reason in config["missing"]),
             tables.markdown(_summary(self.content)).partition("\n\n")[2],  # prompts are named above
