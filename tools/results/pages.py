@@ -134,8 +134,8 @@ class Page:
                 for cause, reason in causes.items()
             ),
             escape(" ".join([*mirrors, config["note"]])).strip(),
-            f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'].rpartition('; ')[0])}; "
-            f"[All numbers]({name}.csv).",
+            f"`{header.places['command']}`: {escape(settings)}; "
+            f"{escape(header.places['machine'].rpartition('; ')[0])}; [All numbers]({name}.csv).",
             *(escape(f"Left out: {reason}") for reason in config["missing"]),
             tables.markdown(_summary(self.content)).partition("\n\n")[2],  # prompts are named above
             f"![{escape(plot.title)}]({name}.svg)\n\n{escape(plot.caption)}" if plot else "",
