@@ -263,7 +263,7 @@ class StepRunner:
         found = defaultdict[VerificationGroup, list[tuple[ForwardOutput, int]]](list)  # with where trees begin in each
         with self._target.threads.on("forward", tokens):
             outputs = context.run(blocks)
-            for group, output in zip(decoding, outputs, strict=False):
+            for group, output in zip(decoding, outputs, strict=False):  # chunks follow
                 found[group].append((output, 0))
             at = len(decoding)
             for chunk, block, output in zip(chunks, blocks[at:], outputs[at:], strict=True):
