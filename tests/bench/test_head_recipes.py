@@ -10,6 +10,7 @@ import pytest
 
 import saccade
 from saccade.cli import option_groups
+from saccade.draft.heads.registry import DRAFT_VLM
 from saccade.draft.heads.store import kind_at
 from saccade.errors import SaccadeError
 from saccade.train.recipe import read_recipe
@@ -43,7 +44,7 @@ def test_a_recipe_is_valid_and_its_command_says_the_same(name: str) -> None:
 
 
 def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
-    recipes = [plan.recipe for plan in read().heads.values()]
+    recipes = [plan.recipe for plan in read().heads.values() if plan.kind != DRAFT_VLM]
     assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
 
 

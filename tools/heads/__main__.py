@@ -49,7 +49,7 @@ def heads(
     catalogue = read().chosen(names or ()).scaled(scale, answers)
     if commands:
         for one in catalogue.answers.values():
-            prompts = f"{one.source} --count {one.count}"
+            prompts = f"{one.source} --count {one.count} --grammar {one.grammar}"
             print(f"saccade distill {prompts} -t {target} --dtype {dtype} -o {out}/{one.place}")
         for head in catalogue.heads.values():
             print(head.command(str(out), target, dtype))

@@ -1,4 +1,4 @@
-"""Answers and heads by name, read from recipes.toml, and their `saccade` commands."""
+"""Answers, heads and draft VLMs by name, read from recipes.toml, and their `saccade` commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.distill.planning import PREFIX, tasks_of
 from saccade.draft.heads.head import HeadConfig
-from saccade.draft.heads.registry import part_of
+from saccade.draft.heads.registry import DRAFT_VLM, part_of
 from saccade.errors import InputError
 from saccade.options import check_keys, make
 from saccade.target_model.adapter import Target
@@ -30,17 +30,23 @@ class AnswerSet:
     without: str = ""  # tasks left out of them
     count: int = 0  # samples of every task
     max_new_tokens: int = 256  # longest answer
+    grammar: str = "dense"  # of the prompts
 
     @property
     def listed(self) -> list[str]:
         """Tasks by name."""
         left_out = self.without.split(",")
-        return [task for task in tasks_of(PREFIX + self.tasks, "dense") if task not in left_out]
+        return [task for task in tasks_of(PREFIX + self.tasks, self.grammar) if task not in left_out]
 
     @property
     def source(self) -> str:
         """Prompts as `saccade distill` takes them."""
         return PREFIX + ("all" if self.tasks == "all" and not self.without else ",".join(self.listed))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `saccade distill`."""
+        return {"count": self.count, "max_new_tokens": self.max_new_tokens, "grammar": self.grammar}
 
     @property
     def place(self) -> Path:
@@ -50,7 +56,7 @@ class AnswerSet:
     @property
     def made_of(self) -> dict[str, Any]:
         """Settings that they depend on."""
-        return {"source": self.source, "count": self.count, "max_new_tokens": self.max_new_tokens}
+        return {"source": self.source, **self.options}
 
     def __str__(self) -> str:
         # an earlier turn of a conversation is a question of its own
@@ -59,10 +65,10 @@ class AnswerSet:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """A head to train, in a folder of `heads`."""
+    """A head or draft VLM to train, in a folder of `heads`."""
 
     name: str  # also in the suites
-    kind: str  # of the head
+    kind: str  # of the head, or `draft-vlm`
     data: str  # name of its answers
     settings: Mapping[str, Any] = field(default_factory=dict)  # that differ from the kind's recipe
 
@@ -84,8 +90,10 @@ class HeadPlan:
         return f"{self.name}: {self.kind}, {self.recipe.steps:,} steps on the answers {self.data!r}"
 
     def features(self, target: Target) -> str:
-        """Name of the target's states that it reads: heads of the same name share a cache of them."""
+        """Name of the states that it reads, none of a draft VLM; heads of the same name share a cache of them."""
         recipe = self.recipe
+        if recipe.kind == DRAFT_VLM:
+            return ""
         config = HeadConfig.from_target(target, recipe.kind, **recipe.head)
         made_of = part_of(recipe.kind, "feeder").dependencies(config, recipe.objective)
         return "-".join(map(str, [self.data, recipe.min_words, recipe.max_tokens, *made_of]))

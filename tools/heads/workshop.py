@@ -49,7 +49,7 @@ class Workshop:
             self._say(f"[{number}/{len(left)}] {part}{ahead}")
             if isinstance(part, AnswerSet):
                 folder = self._out / part.place
-                distill(self._vlm, part.source, folder, count=part.count, max_new_tokens=part.max_new_tokens)
+                distill(self._vlm, part.source, folder, **part.options)
                 self._finish(part)
                 continue
             begun = time.monotonic()

@@ -35,6 +35,11 @@ class Measurement:
         return self.suite.name in _SHIPPED
 
     @property
+    def drafter(self) -> str | None:
+        """Name of its draft VLM among the trained heads; None for the target's own."""
+        return _DRAFTERS.get(self.suite.name)
+
+    @property
     def heads(self) -> tuple[str, ...]:
         """Names of the heads that the suite's rows draft with, of an inflated target those that can be inflated."""
         kinds = INFLATABLE if self.is_inflated else HEAD_KINDS
@@ -64,6 +69,8 @@ SHAPE = "1024x24x8"  # of inflated targets
 
 _SHIPPED = ("heads-long", "heads-long-sampling", "heads-deep", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""
+_DRAFTERS = {"tabed-single": "single-picture-draft", "lvspec-style": "full-sentences-draft"}
+"""Suites of a draft VLM that was trained for them."""
 _EXTRA: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("quick-1024", "quick", True, {}),
     ("small-trees-1024", "small-trees", True, {}),

@@ -45,10 +45,10 @@ class Setup:
     threads: int = SETTINGS["results"]["threads"]  # CPU threads
     short: bool = False  # whether measurements are trials
 
-    def load(self, target: str | Path, heads: Mapping[str, Path]) -> saccade.VLM:
-        """Load a target, the draft model and these heads alone."""
+    def load(self, target: str | Path, heads: Mapping[str, Path], drafter: str | None = None) -> saccade.VLM:
+        """Load a target, the draft model, the target's own by default, and these heads alone."""
         pocket = is_pocket(self.target)
-        drafter = self.drafter or ("pocket" if pocket else None)
+        drafter = drafter or self.drafter or ("pocket" if pocket else None)
         source = str(target_path()) if is_pocket(target) else str(target)
         named = {name: str(path) for name, path in heads.items()}
         of_drafts = None if self.dtype == "auto" else self.dtype
@@ -177,8 +177,10 @@ class Session:
         if measurement.is_inflated:
             target = self._inflated_target()
             heads = {name: self._inflated(path, target / "heads") for name, path in heads.items()}
-        vlm = self._setup.load(target, heads)
-        return prepare(measurement.suite, vlm, ModelSpec(str(target), self._setup.drafter))
+        trained = measurement.drafter and usable_head(self._setup.models, measurement.drafter, self._target)
+        drafter = str(trained) if trained else self._setup.drafter
+        vlm = self._setup.load(target, heads, drafter)
+        return prepare(measurement.suite, vlm, ModelSpec(str(target), drafter))
 
     def _inflated_target(self) -> Path:
         """Return the folder of the inflated target; made where it is missing."""
@@ -209,7 +211,10 @@ class Session:
 
     def _lacking(self, measurement: Measurement) -> list[str]:
         found = self.heads(measurement)
-        return [name for name in measurement.heads if name not in found]
+        lacking = [name for name in measurement.heads if name not in found]
+        if measurement.drafter and usable_head(self._setup.models, measurement.drafter, self._target) is None:
+            lacking.append(measurement.drafter)
+        return lacking
 
     def _digests(self, measurement: Measurement) -> dict[str, str]:
         return {name: _digest(path) for name, path in self.heads(measurement).items()}
@@ -242,7 +247,8 @@ class Session:
 
         parts = [words("Target", models["target"]) + _INFLATED * measurement.is_inflated]
         if models["drafter"]:
-            parts.append(words("draft VLM", models["drafter"]))
+            steps = steps_of(self._setup.models, measurement.drafter) if measurement.drafter else None
+            parts.append(words("draft VLM", models["drafter"]) + (f" ({count(steps, 'step')})" if steps else ""))
         heads = []
         for name, head in models["heads"].items():
             remark, path = "", used.get(name)
