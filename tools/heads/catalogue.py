@@ -44,19 +44,15 @@ class AnswerSet:
         return PREFIX + ("all" if self.tasks == "all" and not self.without else ",".join(self.listed))
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Options of `saccade distill`."""
-        return {"count": self.count, "max_new_tokens": self.max_new_tokens, "grammar": self.grammar}
-
-    @property
     def place(self) -> Path:
         """Its folder within that of all answers and heads."""
         return Path("answers", self.name)
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """Settings that they depend on."""
-        return {"source": self.source, **self.options}
+        """Settings that they depend on, as `distill` takes them."""
+        sizes = {"count": self.count, "max_new_tokens": self.max_new_tokens}
+        return {"source": self.source, "grammar": self.grammar, **sizes}
 
     def __str__(self) -> str:
         # an earlier turn of a conversation is a question of its own

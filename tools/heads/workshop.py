@@ -48,8 +48,7 @@ class Workshop:
             ahead = f"; about {duration(seconds * (len(left) - number + 1))} left" if seconds else ""
             self._say(f"[{number}/{len(left)}] {part}{ahead}")
             if isinstance(part, AnswerSet):
-                folder = self._out / part.place
-                distill(self._vlm, part.source, folder, **part.options)
+                distill(self._vlm, out=self._out / part.place, **part.made_of)
                 self._finish(part)
                 continue
             begun = time.monotonic()
