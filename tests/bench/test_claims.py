@@ -13,7 +13,7 @@ from saccade.bench.records import Record, RecordedRun
 from saccade.bench.suites import load
 from saccade.errors import SaccadeError
 from tools.results.catalogue import measurements
-from tools.results.claims import CURVES, FEWEST, MEASURES, Claim, OrderComparison, verdicts, with_claims
+from tools.results.claims import CURVES, FEWEST, MANY, MEASURES, Claim, OrderComparison, verdicts, with_claims
 
 METHODS = ("plain", "chain", "dynamic-tree", "prompt-lookup", "lvspec")
 
@@ -64,6 +64,19 @@ def test_level_is_too_small_a_difference_from_the_bar_and_outranks_no_other_verd
     assert judged(0.94, 1.0, least=0.97) == "undecided", "3 % of the bar, not of 1"
     assert judged(0.975, 1.015, least=1.5) == "does not", "level with the other where half as much again is asked"
     assert judged(1.005, 1.025, least=1.08) == "does not"
+
+
+def test_an_undecided_comparison_says_how_many_prompts_would_decide_it() -> None:
+    def needed(value: float, low: float, high: float, least: float = 1.0, prompts: int = FEWEST) -> float:
+        return round(OrderComparison("a", "b", Estimate(value, low, high, prompts), least).needed)
+
+    assert needed(1.1, 0.9, 1.2) == 4 * FEWEST, "twice as wide below as it may be"
+    assert needed(0.8, 0.7, 1.2, prompts=100) == 400
+    assert needed(1.5, 1.3, 1.9, least=1.4, prompts=100) == 400
+    assert needed(1.0, 0.94, 1.06) == 4 * FEWEST, "it becomes level"
+    assert needed(0.99, 0.95, 1.04, prompts=100) == 400, "level before it is certainly below"
+    assert needed(1.2, 1.1, 1.3, prompts=6) == FEWEST
+    assert needed(0.96, 0.80, 1.20, least=0.97) > MANY
 
 
 def test_fewer_than_forty_prompts_decide_nothing() -> None:

@@ -97,6 +97,7 @@ def test_pages_open_with_the_verdicts_and_the_index_lists_them_by_paper(over: Se
     assert "## LVSpec" in papers
     assert "| [Table 2](lvspec-2.md): position shifts accept more | 7.76, 7.27 | " in papers
     assert "## LVSpec\n\nholds 0, level 0, undecided 1, does not 0.\n" in papers
+    assert "| undecided (40) | |" in papers.replace("  ", " "), "2 prompts, so that 40 are the fewest"
     assert "| [quick](quick.md): The fastest row is " in others
     assert "Not measured: tabed-1; `python -m tools.results NAME`" in others
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
@@ -21,6 +22,7 @@ from saccade.wording import count as counted
 Judgement = Literal["holds", "level", "undecided", "does not", "not measured"]
 WORST_FIRST: tuple[Judgement, ...] = ("does not", "undecided", "level", "holds")
 FEWEST = 40  # prompts below which no comparison is decided
+MANY = 1000  # prompts above which deciding a comparison is not worth their time
 LEVEL = 0.03  # of the ratio asked for: an interval within it on both sides is level, too small a difference to matter
 CURVES = "score at equal tokens per pass"
 """The measure that compares curves: a label with ``*`` at its end stands for all that begin so."""
@@ -77,6 +79,18 @@ class OrderComparison:
             return "does not"
         return "level" if max(self.least - low, high - self.least) <= LEVEL * self.least else "undecided"
 
+    @property
+    def needed(self) -> float:
+        """Prompts that decide it, if its interval narrows around this ratio with the root of their number."""
+        value, bar = self.ratio.value, self.least
+        if self.ratio.low is None or self.ratio.high is None:
+            return math.inf
+        below, above = value - self.ratio.low, self.ratio.high - value
+        sides = [below / (value - bar)] if value > bar else [above / (bar - value)] if value < bar else []
+        if abs(value - bar) < LEVEL * bar:
+            sides.append(max(below / (value - (1 - LEVEL) * bar), above / ((1 + LEVEL) * bar - value)))
+        return max(FEWEST, self.ratio.prompts * min(sides, default=math.inf) ** 2)
+
     def __str__(self) -> str:
         interval = f" [{self.ratio.low:.3f}, {self.ratio.high:.3f}]" if self.ratio.low is not None else ""
         few = f", {counted(self.ratio.prompts or 1, 'prompt')}" if self.ratio.prompts < FEWEST else ""
@@ -101,6 +115,11 @@ class Verdict:
     @property
     def judgement(self) -> Judgement:
         return self.worst.judgement if self.worst else "not measured"
+
+    @property
+    def needed(self) -> float:
+        """Prompts that decide every comparison."""
+        return max((c.needed for c in self.comparisons if c.judgement == "undecided"), default=0)
 
     def __str__(self) -> str:
         """Worst comparison, and of how many."""

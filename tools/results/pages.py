@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from saccade.options import make
 from saccade.wording import count
 from tools.results import kept, paper_tables
 from tools.results.catalogue import Measurement
-from tools.results.claims import WORST_FIRST, Verdict, of_curve, verdicts
+from tools.results.claims import MANY, WORST_FIRST, Verdict, of_curve, verdicts
 from tools.results.numbers import Numbers, Unmeasured
 
 INDEX = "README.md"
@@ -235,8 +236,12 @@ def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
         of_paper[page.measurement.suite.mirrors.partition(",")[0] or PAPERS[-1]].append(page)
     for paper, found in of_paper.items():
         if found:
-            counts = Counter(verdict.judgement for page in found for verdict in page.verdicts)
+            judged = [verdict for page in found for verdict in page.verdicts]
+            counts = Counter(verdict.judgement for verdict in judged)
+            beyond = sum(verdict.needed > MANY for verdict in judged if verdict.judgement == "undecided")
             said = ", ".join(f"{word} {counts[word]}" for word in reversed(WORST_FIRST))
+            said += f" ({beyond} of the undecided would need over {MANY:,} prompts)" if beyond else ""
+            given = set[str]()
             lines += ["", f"## {paper}", "", f"{said}.", ""]
             lines += ["| claim | paper | ours | verdict | cause |", "|---|---|---|---|---|"]
         for page in found:
@@ -247,9 +252,13 @@ def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
                 lines.append(f"| {link}: {escape(page.sentence())} | - | - | - | |")
             for verdict in rows:
                 reason = page.reasons.get(verdict.claim.says)
-                cause = f"[{_line(reason.cause)}]({name}.md)" if reason else ""
+                words = "as above" if reason and reason.cause in given else _line(reason.cause) if reason else ""
+                given |= {reason.cause} if reason else set()
+                cause = f"[{words}]({name}.md)" if words else ""
                 cells = (f"{link}: {escape(verdict.claim.says)}", escape(verdict.claim.paper), escape(str(verdict)))
-                lines.append(f"| {' | '.join(cells)} | {verdict.judgement} | {cause} |")
+                needed = math.ceil(verdict.needed / 10) * 10 if verdict.needed <= MANY else f"over {MANY:,}"
+                judged_by = f"undecided ({needed})" if verdict.judgement == "undecided" else verdict.judgement
+                lines.append(f"| {' | '.join(cells)} | {judged_by} | {cause} |")
     if absent:
         advice = "`python -m tools.results NAME` measures one, or says which heads it lacks"
         lines += ["", f"Not measured: {', '.join(absent)}; {advice}."]
