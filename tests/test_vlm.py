@@ -18,6 +18,7 @@ from saccade.checkpoints import inspect_checkpoint
 from saccade.inputs.media import Video
 from saccade.inputs.processor import RowInput
 from saccade.model_spec import ModelSpec
+from saccade.pocket import draw
 from saccade.processors import stateless
 from saccade.target_model.adapter import Target
 from saccade.vlm import check
@@ -112,6 +113,24 @@ def test_a_ready_prompt_is_drafted_from_text_alone_under_another_vision_tower() 
         assert vlm("llava", drafter).generate(prompt).tokens == reference("llava", prompt)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"target": b"pocket"}, r"The target must be a folder, a hub id or a loaded model, not b'pocket'\."),
+        ({"target": None}, "The target must be a folder"),
+        ({"target": "pocket", "drafter": ["pocket"]}, r"The drafter must be a folder.* not \['pocket'\]\."),
+        ({"target": "pocket", "threads": "2"}, "threads must be a whole number of at least 1, not '2'"),
+    ],
+)
+def test_what_is_no_model_is_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises((InputError, ModelError), match=problem):
+        load(**arguments)
+
+
+def test_no_heads_may_be_said_by_none() -> None:
+    assert not load(ready("llava"), method="plain", heads=None).heads  # type: ignore[arg-type]
+
+
 def test_a_ready_prompt_with_images_beside_it_is_refused() -> None:
     prompt = vlm("llava").processor.prompt("What?", [picture(1)])
     with pytest.raises(InputError, match="A Prompt holds its media already"):
@@ -131,6 +150,22 @@ def test_a_seed_repeats_a_sample_also_inside_a_batch() -> None:
     assert both[1].tokens == first.tokens
     swapped = model.generate(["Tell", "Tell"], [[picture()], [picture()]], seed=[7, 6], **options)
     assert [o.tokens for o in swapped] == [both[1].tokens, both[0].tokens]
+
+
+@pytest.mark.parametrize("method", ["sage", "tabed", "hivis", "dream"])
+def test_a_seed_repeats_a_later_turn_whether_or_not_its_row_drafted_the_earlier_one(method: str) -> None:
+    sample, options = draw(425, "scene"), {} if method in ("sage", "tabed") else {"tree": "sage"}
+    model = load("pocket").using(method, **options)
+    first = sample.messages()
+    later = [*first, {"role": "assistant", "content": sample.answer}, {"role": "user", "content": sample.question}]
+    answers = []
+    for turns in ([first, later], [later]):
+        with model.batch(max_rows=1) as batch:
+            for turn in turns[:-1]:
+                batch.add(turn, max_new_tokens=64).result()
+            answers.append(batch.add(later, do_sample=True, temperature=1.0, seed=3, max_new_tokens=64).result())
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].stats.reused_tokens > answers[1].stats.reused_tokens, "the prefix was still there"
 
 
 def test_without_a_seed_torch_decides() -> None:

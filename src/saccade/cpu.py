@@ -97,9 +97,9 @@ def available_memory() -> int | None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Raise `InputError` for fewer threads than one."""
-    if threads is not None and threads < 1:
-        raise InputError(f"The number of threads must be at least 1, not {threads}.")
+    """Raise `InputError` for anything but one thread or more."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise InputError(f"The number of threads must be a whole number of at least 1, not {threads!r}.")
 
 
 def use_threads(threads: int | None, parameters: int) -> list[int]:

@@ -38,6 +38,7 @@ from saccade.model_spec import ModelSpec
 from saccade.target_model.adapter import Target, check_executor
 from saccade.target_model.int8 import check_weights
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
+from saccade.wording import shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,9 @@ def resolve(
     draft_processor: InputProcessor | None = None,
 ) -> Resolved:
     """Return models that fit; ``complete``: whether folders must have their weights; processors as of `VLM`."""
+    for role, model in (("target", spec.target), *([("drafter", spec.drafter)] if spec.drafter is not None else [])):
+        if not (isinstance(model, (str, Path, Head)) or hasattr(model, "config")):
+            raise ModelError(f"The {role} must be a folder, a hub id or a loaded model, not {shortened(model)}.")
     cpu.check_threads(spec.threads)
     check_executor(spec.executor)
     check_weights(spec.weights)
@@ -218,7 +222,7 @@ def named(drafter: Any, heads: Heads, weights: bool = True) -> dict[str, AnyHead
     if isinstance(heads, Mapping):
         pairs = list(heads.items())
     else:
-        several = [heads] if isinstance(heads, (str, Path, Head)) else heads
+        several = [heads] if isinstance(heads, (str, Path, Head)) else heads or ()
         pairs = [
             (head.kind if isinstance(head, Head) else Path(path_of(head)).resolve().name, head) for head in several
         ]

@@ -93,7 +93,7 @@ CHOICES: dict[str, dict[str, Option]] = {
         ),
         "distance": Option("kl", "distance that the grid minimises", choices=("kl", "tv", "match")),
         "history": Option(0, "verified positions in the weights' history; 0: all", 0),
-        "keep_history": Option(True, "keep the history from one turn to the next"),
+        "keep_history": Option(True, "keep the history from one turn to the next, unless the row samples"),
         "captioner": Option(
             "",
             "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
