@@ -35,6 +35,9 @@ def quantities(record: dict[str, Any]) -> dict[str, float]:
         "draft pass": seconds["draft"] / max(stats["drafted_tokens"], 1),
         "prefill": seconds["vision"] + seconds["prefill"],
         "captioning": seconds["caption"],
+        "draft prefill": seconds["draft_prefill"],
+        "verification": seconds["verify"],
+        "drafting": seconds["draft"],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from statistics import fmean
 from typing import Any, Literal
 
@@ -208,22 +208,20 @@ def _of_times(over: Callable[[Record], float], under: Callable[[Record], float])
     return measure
 
 
-def _target_pass(record: Record) -> float:
-    """Seconds of a verification pass."""
-    return float(record.stats["seconds"]["verify"] / max(metrics.passes(record), 1))
+def _seconds(*stages: str) -> Callable[[Record], float]:
+    return lambda record: sum(record.stats["seconds"][stage] for stage in stages)
 
 
-def _draft_pass(record: Record) -> float:
-    """Seconds of a draft pass of a chain."""
-    return float(record.stats["seconds"]["draft"] / max(record.stats["drafted_tokens"], 1))
-
-
-def _prefill(record: Record) -> float:
-    return float(record.stats["seconds"]["vision"] + record.stats["seconds"]["prefill"])
-
-
-def _captioning(record: Record) -> float:
-    return float(record.stats["seconds"]["caption"])
+_TIMES: dict[str, Callable[[Record], float]] = {
+    "target pass": lambda record: record.stats["seconds"]["verify"] / max(metrics.passes(record), 1),
+    "draft pass": lambda record: record.stats["seconds"]["draft"] / max(record.stats["drafted_tokens"], 1),
+    "prefill": _seconds("vision", "prefill"),
+    "captioning": _seconds("caption"),
+    "draft prefill": _seconds("draft_prefill"),
+    "verification": _seconds("verify"),
+    "drafting": _seconds("draft"),
+}
+"""Seconds of an answer, or of one of its passes: of a draft pass those of a chain's."""
 
 
 _GRID = 9  # places at which two curves are compared
@@ -276,9 +274,8 @@ MEASURES: dict[str, Measure] = {
     "speed": _of_rates(metrics.rate),
     "score": metrics.retention,
     CURVES: _score_at_equal_tokens,
-    "target pass over draft pass": _of_times(_target_pass, _draft_pass),
-    "prefill over captioning": _of_times(_prefill, _captioning),
+    **{f"{a} over {b}": _of_times(_TIMES[a], _TIMES[b]) for a, b in permutations(_TIMES, 2)},
 }
 """Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
 prefill; median throughput end to end; mean score against ground truth; the same of two curves of methods, over the
-tokens per pass that both reach; medians of times of the second method's parts against the first one's passes."""
+tokens per pass that both reach; median ratio of a time of one method to a time of the other."""
