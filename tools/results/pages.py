@@ -108,14 +108,14 @@ class Page:
                     say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for {problem}")
         return replace(self, reasons=fitting)
 
-    def files(self) -> dict[str, bytes]:
-        """The page, its numbers and its figure, by file name."""
+    def files(self, places: Mapping[str, str]) -> dict[str, bytes]:
+        """The page, its numbers and its figure, by file name; ``places``: pages that show causes."""
         name, plot = self.measurement.name, self._figure()
         drawing = {f"{name}.svg": standalone(plot.drawing)} if plot else {}
-        texts = {f"{name}.md": self._markdown(plot), f"{name}.csv": self.numbers(), **drawing}
+        texts = {f"{name}.md": self._markdown(plot, places), f"{name}.csv": self.numbers(), **drawing}
         return {file: text.encode() for file, text in texts.items()}
 
-    def _markdown(self, plot: Plot | None) -> str:
+    def _markdown(self, plot: Plot | None, places: Mapping[str, str]) -> str:
         name, run = self.measurement.name, self.content.run
         header, config = run.header, run.header.config
         covered: dict[str, list[str]] = {}
@@ -131,7 +131,8 @@ class Page:
             f"# {name}: {escape(config['title'])}",
             escape(self.sentence()),
             *(
-                f"**Why** ({escape('; '.join(covered[cause]))}): {_line(cause)}. {_line(reason.shown)}"
+                f"**Why** ({escape('; '.join(covered[cause]))}): {_line(cause)}. "
+                + (_line(reason.shown) if places[cause] == name else f"[Numbers]({places[cause]}.md).")
                 for cause, reason in causes.items()
             ),
             escape(" ".join([*mirrors, config["note"]])).strip(),
@@ -219,7 +220,8 @@ def _summary(content: Content) -> Table:
 
 def _brief(column: str, cell: Cell) -> Cell:
     if column == "equal":
-        return Cell(cell.detail[1:-1] or EMPTY)
+        equal, _, answers = cell.detail[1:-1].partition(" of ")
+        return Cell("all" if equal and equal == answers else cell.detail[1:-1] or EMPTY)
     return Cell(cell.text) if column == COLUMNS["speed-up"] else cell
 
 
@@ -281,8 +283,12 @@ def publish(records: Path, docs: Path, known: Sequence[Measurement], say: Callab
     for page in pages:
         numbers.add(page.measurement.name, page.verdicts, page.numbers())
     pages = [page.explained(by_hand, numbers, say) for page in pages]
+    places: dict[str, str] = {}  # of what shows a cause: the first page that has it
     for page in pages:
-        files |= page.files()
+        for reason in page.reasons.values():
+            places.setdefault(reason.cause, page.measurement.name)
+    for page in pages:
+        files |= page.files(places)
     if by_hand:
         files[REASONS] = (docs / REASONS).read_bytes()
     files[INDEX] = index(pages, [m.name for m in known if m not in measured]).encode()
