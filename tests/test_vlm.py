@@ -152,7 +152,7 @@ def test_a_seed_repeats_a_sample_also_inside_a_batch() -> None:
     assert [o.tokens for o in swapped] == [both[1].tokens, both[0].tokens]
 
 
-@pytest.mark.parametrize("method", ["sage", "tabed", "hivis", "dream"])
+@pytest.mark.parametrize("method", ["chain", "sage", "tabed", "hivis", "dream"])
 def test_a_seed_repeats_a_later_turn_whether_or_not_its_row_drafted_the_earlier_one(method: str) -> None:
     sample, options = draw(425, "scene"), {} if method in ("sage", "tabed") else {"tree": "sage"}
     model = load("pocket").using(method, **options)

@@ -82,7 +82,7 @@ class DraftSession:
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         """Make room for a row of ``capacity`` tokens; drafts may copy from answers to other requests of its key.
 
-        Without a key they follow from this turn alone, so that a seed repeats its answer.
+        Without a key, as for a row that samples, what the row's earlier turns taught is forgotten.
         """
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
