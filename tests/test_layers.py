@@ -46,9 +46,9 @@ PARTS = {
     "pocket": (("pocket",), 1_455),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 29_099
+CORE = 29_100
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 54_354, 11_117
+TESTS, TOOLS = 54_367, 11_120
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.05
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

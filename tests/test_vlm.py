@@ -125,6 +125,8 @@ def test_a_ready_prompt_is_drafted_from_text_alone_under_another_vision_tower() 
 def test_what_is_no_model_is_refused(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises((InputError, ModelError), match=problem):
         load(**arguments)
+    with pytest.raises(ModelError, match="The target must be a folder"):
+        load(load("pocket").heads["eagle2"])
 
 
 def test_no_heads_may_be_said_by_none() -> None:

@@ -70,8 +70,9 @@ def resolve(
     draft_processor: InputProcessor | None = None,
 ) -> Resolved:
     """Return models that fit; ``complete``: whether folders must have their weights; processors as of `VLM`."""
-    for role, model in (("target", spec.target), *([("drafter", spec.drafter)] if spec.drafter is not None else [])):
-        if not (isinstance(model, (str, Path, Head)) or hasattr(model, "config")):
+    for role, model in ("target", spec.target), ("drafter", POCKET if spec.drafter is None else spec.drafter):
+        is_model = hasattr(model, "config") and not (role == "target" and isinstance(model, Head))
+        if not (is_model or isinstance(model, (str, Path))):
             raise ModelError(f"The {role} must be a folder, a hub id or a loaded model, not {shortened(model)}.")
     cpu.check_threads(spec.threads)
     check_executor(spec.executor)

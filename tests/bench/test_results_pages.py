@@ -271,6 +271,7 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(over: Set
     assert report.measured == ["quick"]
     command = f"`python -m tools.heads hivis pictures-alone -t {setup.target} -d {setup.drafter} --out {setup.models}`"
     assert f"[1/2] hivis-figure-7: left out, because 2 heads must be trained first: {command}" in LINES
+    assert "`python -m tools.heads single-picture-draft -t" in session.plan(measurements(["tabed-single"]))
     plan = session.plan([m.short() for m in measurements(("quick", "hivis-2"))])
     assert plan.startswith("quick: 10 answers; measured\nhivis-2: 30 answers; left out, because 6 heads")
     assert plan.splitlines()[-1].startswith("0 answers are left; about ")

@@ -24,6 +24,7 @@ from saccade.engine.costs import Pacer, Trials
 from saccade.errors import ModelError
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
 from saccade.verify.loose import RandomLoosening
 
 NAMES = ("gemma4", "gemma4_unified")
@@ -147,3 +148,12 @@ def test_an_assistant_is_no_target() -> None:
 def test_rows_sampled_with_an_assistant_follow_the_target(tree: str, option: str) -> None:
     owner = Target(small_target())
     assert_follows(Engine(owner, AssistantDrafter(small_assistant(), owner, TREES[tree])), option, ROWS // 8)
+
+
+def test_a_row_that_samples_forgets_what_earlier_turns_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, restarted = drafter("gemma4", Chain(GAMMA)).open(1, Context(target("gemma4"), 1)), list[int]()
+    monkeypatch.setattr(type(session._shaping), "restart", lambda _, row: restarted.append(row))
+    session.begin(0, 9, "")
+    assert not restarted
+    session.begin(0, 9)
+    assert restarted == [0]

@@ -22,7 +22,9 @@ def results(
         list[str] | None, typer.Argument(metavar="[PAGE]...", help="Only these pages of docs/results; all by default.")
     ] = None,
     target: str = option("pocket", "Target: a folder, or `pocket`.", "--target", "-t"),
-    drafter: str | None = option(None, "Its draft VLM; with `pocket` the built-in one by default.", "--drafter", "-d"),
+    drafter: str | None = option(
+        None, "Its draft VLM, but of suites that train one; with `pocket` the built-in one.", "--drafter", "-d"
+    ),
     models: Path = option(Path("runs/models"), "Trained heads, as of `python -m tools.heads --out`.", metavar="FOLDER"),
     out: Path | None = option(
         None, "Records, all of one revision; runs/results by default.", "--out", "-o", metavar="FOLDER"

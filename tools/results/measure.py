@@ -177,8 +177,9 @@ class Session:
         if measurement.is_inflated:
             target = self._inflated_target()
             heads = {name: self._inflated(path, target / "heads") for name, path in heads.items()}
-        trained = measurement.drafter and usable_head(self._setup.models, measurement.drafter, self._target)
-        drafter = str(trained) if trained else self._setup.drafter
+        drafter = self._setup.drafter
+        if measurement.drafter:
+            drafter = str(usable_head(self._setup.models, measurement.drafter, self._target))
         vlm = self._setup.load(target, heads, drafter)
         return prepare(measurement.suite, vlm, ModelSpec(str(target), drafter))
 
