@@ -21,6 +21,7 @@ from PIL import Image
 import saccade
 from processes import forked
 from saccade.bench import answering, metrics, runner
+from saccade.bench.compare import cautions
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.questions import Question, UserTurn
@@ -228,6 +229,41 @@ def test_what_another_run_wrote_before_it_let_go_is_taken_over(
     monkeypatch.setattr(runner, "LineFile", Late)
     assert len(Runner(prepared(), folder).run().records) == 4
     assert len((folder / FILE).read_text().splitlines()) == 5, "one header, four records"
+
+
+def test_a_run_grows_by_more_prompts_and_says_so(prepared: Prepare, folder: Path) -> None:
+    first = Runner(prepared(), folder).run()
+    assert not first.header.grown
+    assert not [line for line in cautions(first) if "added" in line]
+    for size, sizes in ((3, [2]), (5, [2, 3])):
+        before = (folder / FILE).read_bytes()
+        run = Runner(prepared(per_task=size), folder).run()
+        assert (folder / FILE).read_bytes().startswith(before)
+        assert run.header.grown == sizes
+        assert not run.problems
+        assert run.records[: len(first.records)] == first.records
+        assert Counter(r.method for r in run.records) == {"plain": size, "chain": size}
+    assert [line for line in cautions(run) if "added after answers to 2, 3;" in line]
+    whole = Runner(prepared(per_task=5), folder.with_name("whole")).run()
+    assert [r.key for r in run.records] == [r.key for r in whole.records]
+    assert run.header.config == whole.header.config
+    for changes, words in (
+        ({"per_task": 4}, r"per_task: 5 there, 4 now"),
+        ({"per_task": 6, "seed": 1}, "configuration differs"),
+        ({"per_task": 6, "max_new_tokens": 5}, r"max_new_tokens: \d+ there, 5 now"),
+    ):
+        with pytest.raises(SaccadeError, match=words):
+            Runner(prepared(**changes), folder).run()
+
+
+def test_a_run_does_not_grow_on_other_questions(
+    prepared: Prepare, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Runner(prepared(), folder).run()
+    more = prepared(per_task=3)
+    swapped = {task: group[::-1] for task, group in more.questions.items()}
+    with pytest.raises(SaccadeError, match=r"configuration differs"):
+        Runner(replace(more, questions=swapped), folder).run()
 
 
 def test_a_refused_configuration_names_the_method_that_differs(prepared: Prepare, folder: Path) -> None:

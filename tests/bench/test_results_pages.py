@@ -28,7 +28,7 @@ from tools import SETTINGS
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.workshop import MARK as HEAD_MARK
 from tools.results import kept
-from tools.results.catalogue import measurements, suite_names
+from tools.results.catalogue import Measurement, measurements, suite_names
 from tools.results.claims import WORST_FIRST
 from tools.results.measure import MARK, Report, Session, Setup
 from tools.results.numbers import by_hand
@@ -239,9 +239,17 @@ def test_what_is_measured_is_not_measured_again_nor_for_other_prompts(
     session, report = run(over)
     assert report.measured == list(NAMES)
     assert "[1/2] quick: measured before" in LINES
-    more = [replace(m, suite=m.suite.with_(tasks=m.suite.tasks[:2], per_task=2)) for m in measurements(("quick",))]
-    with pytest.raises(SaccadeError, match=r"quick measured otherwise \(prompts of scene: 1 there, 2 now\); give"):
-        session.run(more)
+
+    def of(tasks: int, per_task: int) -> list[Measurement]:
+        return [
+            replace(m, suite=m.suite.with_(tasks=m.suite.tasks[:tasks], per_task=per_task))
+            for m in measurements(("quick",))
+        ]
+
+    with pytest.raises(SaccadeError, match=r"quick measured otherwise \(prompts of chart: 1 there, None now\); give"):
+        session.run(of(1, 1))
+    monkeypatch.setattr(Runner, "run", lambda self: (_ for _ in ()).throw(SaccadeError("It grows.")))
+    assert session.run(of(2, 2)).failed == {"quick": "It grows."}
 
 
 def test_another_revision_target_or_folder_is_refused(

@@ -135,14 +135,16 @@ class Session:
         return "\n".join([*lines, f"{total:,} answers are left; about {duration(total * seconds)}."])
 
     def is_measured(self, measurement: Measurement) -> bool:
-        """Whether records were kept of a run with the present heads."""
+        """Whether records were kept of a run with the present heads and as many prompts; one of fewer grows."""
         path = kept.path_of(self.records, measurement.name)
         if not path.is_file():
             return False
         header = kept.header(path)
         there = _prompts(header.config["per_task"], {task["name"]: task["count"] for task in header.config["tasks"]})
         wanted = _prompts(measurement.suite.per_task, {task.name: task.count for task in measurement.suite.tasks})
-        pairs = {"head": (header.places["heads"], self._digests(measurement)), "prompts": (there, wanted)}
+        more = there.keys() == wanted.keys() and all(there[task] <= wanted[task] for task in wanted)
+        asked = there if more else wanted
+        pairs = {"head": (header.places["heads"], self._digests(measurement)), "prompts": (there, asked)}
         for what, (old_all, new_all) in pairs.items():
             for name, old, new in differences(old_all, new_all):
                 raise SaccadeError(
@@ -150,7 +152,7 @@ class Session:
                     f"{shortened(old)} there, {shortened(new)} now); give the same --per-task and heads, another "
                     f"folder with --out, or remove {path} and {self._setup.out / measurement.name} to measure it again."
                 )
-        return True
+        return there == wanted
 
     def _measure(self, measurement: Measurement) -> None:
         shown = time.monotonic()

@@ -123,8 +123,9 @@ class Page:
             covered.setdefault(reason.cause, []).append(says)
         causes = {reason.cause: reason for reason in self.reasons.values()}
         mirrors = [f"Mirrors {config['mirrors']}."] if config["mirrors"] else []
+        added = f" (more were added after {' and '.join(map(str, header.grown))})" if header.grown else ""
         settings = (
-            f"{count(len({r.prompt_id for r in run.records}), 'prompt')}, answers of at most "
+            f"{count(len({r.prompt_id for r in run.records}), 'prompt')}{added}, answers of at most "
             f"{config['max_new_tokens']} tokens, seed {config['seed']}"
         )
         parts = [

@@ -245,7 +245,8 @@ def headline(run: RecordedRun) -> str:
 
 
 def cautions(run: RecordedRun) -> Iterator[str]:
-    """Yield a sentence where the run, or some of its tasks, have too few prompts for their intervals."""
+    """Yield a sentence where the run, or some of its tasks, have too few prompts for their intervals, or more of them
+    were added after others."""
     by_task: defaultdict[str, set[str]] = defaultdict(set)
     for record in run.records:
         by_task[record.task].add(record.prompt_id)
@@ -261,3 +262,9 @@ def cautions(run: RecordedRun) -> Iterator[str]:
         few = ", ".join(f"{task} {len(ids)}" for task, ids in by_task.items() if len(ids) < FEWEST)
         if few:
             yield f"Too few prompts for the intervals of single tasks, which need {FEWEST}: {few}."
+    if run.header.grown:
+        sizes = ", ".join(map(str, run.header.grown))
+        yield (
+            f"Prompts were added after answers to {sizes}; where somebody had looked at those, intervals are a little "
+            "too narrow."
+        )

@@ -37,6 +37,7 @@ class Header:
     # step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured
     costs: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Any] = field(default_factory=dict)  # `command`, the words that started the run
+    grown: list[int] = field(default_factory=list)  # questions that there were, each time that more were added
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def read(folder: Path) -> RecordedRun:
             try:
                 content = json.loads(line)
                 kind = content.pop("kind", None) if isinstance(content, dict) else None
-                if kind == "run" and header is None:
+                if kind == "run" and (header is None or content.get("grown")):
                     header = Header(**content)
                 elif kind == "record":
                     record = make(Record, content, "a record")

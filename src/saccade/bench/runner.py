@@ -15,7 +15,7 @@ from saccade.bench.expectations import PLAIN
 from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
 from saccade.bench.preparing import Prepared
-from saccade.bench.questions import Question
+from saccade.bench.questions import Question, digest
 from saccade.bench.records import (
     FILE,
     Header,
@@ -48,14 +48,29 @@ def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
     return logits.float().cpu()
 
 
+def grown(header: Header, prepared: Prepared) -> Header:
+    """Header of a run whose questions are the first of each task's now, for all of them; of any other run itself."""
+    config, now = header.config, prepared.config()
+    sizes = {name: task["count"] for name, task in config["prompts"].items()}
+    first = {name: group[: sizes.get(name, 0)] for name, group in prepared.questions.items()}
+    kept = {name: {"count": len(group), "digest": digest(group)} for name, group in first.items()}
+    if kept != config["prompts"] or config["prompts"] == now["prompts"]:
+        return header
+    counts = {task["name"]: task["count"] for task in now["tasks"]}
+    tasks = [{**task, "count": counts[task["name"]]} for task in config["tasks"]]
+    changed = {"per_task": now["per_task"], "tasks": tasks, "prompts": now["prompts"]}
+    return replace(header, config={**config, **changed}, grown=[*header.grown, sum(sizes.values())])
+
+
 def earlier_run(folder: Path, prepared: Prepared) -> RecordedRun | None:
-    """Run of an earlier attempt in a folder; None without one."""
+    """Run of an earlier attempt in a folder, perhaps of fewer questions; None without one."""
     if lacks_header(folder / FILE):
         return None
     run = read(folder)
+    config = grown(run.header, prepared).config
     pairs = (
-        ("configuration", by_name(run.header.config), by_name(prepared.config())),
-        ("configuration", run.header.config, prepared.config()),  # whose lists have an order, too
+        ("configuration", by_name(config), by_name(prepared.config())),
+        ("configuration", config, prepared.config()),  # whose lists have an order, too
         ("models", run.header.models, prepared.models()),
         ("environment", run.header.environment, prepared.environment()),
     )
@@ -113,10 +128,10 @@ class Runner:
         if earlier is not None and not self._left():
             return earlier
         with LineFile(self._folder / FILE) as file:
-            is_new = self._resumed() is None  # again, now that nobody else writes
+            earlier = self._resumed()  # again, now that nobody else writes
             left = self._left()
-            if is_new or left:
-                self._answer(file, left, is_new)
+            if earlier is None or left:
+                self._answer(file, left, earlier and earlier.header)
         return read(self._folder)
 
     def _resumed(self) -> RecordedRun | None:
@@ -131,15 +146,16 @@ class Runner:
         """Groups in which a method has no answer to every turn."""
         return [group for group in self._groups() if self._open(*group[:2])]
 
-    def _answer(self, file: LineFile, left: Sequence[tuple[Question, int, list[str]]], is_new: bool) -> None:
+    def _answer(self, file: LineFile, left: Sequence[tuple[Question, int, list[str]]], old: Header | None) -> None:
         self._report("warming up")
         suite = self._prepared.suite
         first = next(iter(self._prepared.questions.values()))[0]
         for label, vlm in self._prepared.methods.items():
             for _ in range(suite.warmup):
                 answer_turns(vlm, label, first, 0, options=self._prepared.options, seed=0)
-        if is_new:
-            file.begin(self._header(first))
+        header = grown(old, self._prepared) if old else self._header(first)
+        if header != old:
+            file.begin(header)
         for question, repeat, order in left:
             self._group(file, question, repeat, order)
         self._report("done")
