@@ -243,7 +243,7 @@ def test_a_run_grows_by_more_prompts_and_says_so(prepared: Prepare, folder: Path
         assert not run.problems
         assert run.records[: len(first.records)] == first.records
         assert Counter(r.method for r in run.records) == {"plain": size, "chain": size}
-    assert [line for line in cautions(run) if "added after answers to 2, 3;" in line]
+    assert [line for line in cautions(run) if "added after answers to 2, 3:" in line]
     whole = Runner(prepared(per_task=5), folder.with_name("whole")).run()
     assert [r.key for r in run.records] == [r.key for r in whole.records]
     assert run.header.config == whole.header.config

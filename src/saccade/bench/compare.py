@@ -264,7 +264,4 @@ def cautions(run: RecordedRun) -> Iterator[str]:
             yield f"Too few prompts for the intervals of single tasks, which need {FEWEST}: {few}."
     if run.header.grown:
         sizes = ", ".join(map(str, run.header.grown))
-        yield (
-            f"Prompts were added after answers to {sizes}; where somebody had looked at those, intervals are a little "
-            "too narrow."
-        )
+        yield f"Prompts were added after answers to {sizes}: if somebody had looked, intervals are a little too narrow."

@@ -146,9 +146,8 @@ def bench(
 ) -> None:
     """Compare methods with plain decoding: same models, same prompts, methods in turn, every answer recorded.
 
-    Stop at any time: every answer is on disk, and the same command resumes; a larger --per-task adds prompts. Lossless
-    methods are checked against plain decoding's tokens as they run; in float32 and in exact mode a difference ends
-    the run with exit code 1.
+    Every answer is on disk: the same command resumes, a larger --per-task adds prompts. Lossless methods are checked
+    against plain decoding as they run; in float32 and in exact mode a differing token ends the run with exit code 1.
 
     Examples:
 
