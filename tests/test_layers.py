@@ -40,7 +40,7 @@ PARTS = {
     "cli": (("cli",), 2_403),
     "serve": (("serve",), 5_924),
     "training": (("train", "distill"), 4_967),
-    "measuring": (("bench", "theory", "memory_plan"), 4_591),
+    "measuring": (("bench", "theory", "memory_plan"), 4_594),
     "jobs": (("jobs", "data", "ray_cluster"), 2_392),
     "checkpoints": (("checkpoints", "evaluators"), 1_212),
     "pocket": (("pocket",), 1_455),

@@ -50,16 +50,19 @@ def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
 
 def grown(header: Header, prepared: Prepared) -> Header:
     """Header of a run whose questions are the first of each task's now, for all of them; of any other run itself."""
-    config, now = header.config, prepared.config()
+    config = header.config
+    now = prepared.config()
     sizes = {name: task["count"] for name, task in config["prompts"].items()}
-    first = {name: group[: sizes.get(name, 0)] for name, group in prepared.questions.items()}
-    kept = {name: {"count": len(group), "digest": digest(group)} for name, group in first.items()}
-    if kept != config["prompts"] or config["prompts"] == now["prompts"]:
+    for name, group in prepared.questions.items():
+        first = group[: sizes.get(name, 0)]
+        if {"count": len(first), "digest": digest(first)} != config["prompts"].get(name):
+            return header
+    if config["prompts"] == now["prompts"]:
         return header
     counts = {task["name"]: task["count"] for task in now["tasks"]}
-    tasks = [{**task, "count": counts[task["name"]]} for task in config["tasks"]]
-    changed = {"per_task": now["per_task"], "tasks": tasks, "prompts": now["prompts"]}
-    return replace(header, config={**config, **changed}, grown=[*header.grown, sum(sizes.values())])
+    tasks = [{**task, "count": counts.get(task["name"])} for task in config["tasks"]]
+    config = {**config, "per_task": now["per_task"], "tasks": tasks, "prompts": now["prompts"]}
+    return replace(header, config=config, grown=[*header.grown, sum(sizes.values())])
 
 
 def earlier_run(folder: Path, prepared: Prepared) -> RecordedRun | None:
