@@ -134,7 +134,7 @@ class Runner:
             earlier = self._resumed()  # again, now that nobody else writes
             left = self._left()
             if earlier is None or left:
-                self._answer(file, left, earlier and earlier.header)
+                self._answer(file, left, earlier.header if earlier else None)
         return read(self._folder)
 
     def _resumed(self) -> RecordedRun | None:
