@@ -69,7 +69,7 @@ SHAPE = "1024x24x8"  # of inflated targets
 
 _SHIPPED = ("heads-long", "heads-long-sampling", "heads-deep", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""
-_DRAFTERS = {"tabed-single": "single-picture-draft", "lvspec-style": "full-sentences-draft"}
+_DRAFTERS = {"tabed-single": "single-picture-draft", "lvspec-style": "full-sentences-draft", "dream-weak": "weak-draft"}
 """Suites of a draft VLM that was trained for them."""
 _EXTRA: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("quick-1024", "quick", True, {}),
