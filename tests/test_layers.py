@@ -46,7 +46,7 @@ PARTS = {
     "pocket": (("pocket",), 1_455),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 29_100
+CORE = 29_104
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 54_411, 11_130
 """Most lines of the tests, and of tools and benchmarks together."""

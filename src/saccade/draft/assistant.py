@@ -105,9 +105,8 @@ class AssistantDraftSession(DraftSession):
         self._prompts = [0] * rows
         target.requirements.add_layers(self._last)
 
-    def begin(self, row: int, capacity: int, key: str | None = None) -> None:
-        if key is None:
-            self._shaping.restart(row)
+    def restart(self, row: int) -> None:
+        self._shaping.restart(row)
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         assert prefill is not None

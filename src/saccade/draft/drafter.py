@@ -80,10 +80,10 @@ class DraftSession:
     can_begin: bool = False  # whether `begin_next` may be called after the last proposal
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
-        """Make room for a row of ``capacity`` tokens; drafts may copy from answers to other requests of its key.
+        """Make room for a row of ``capacity`` tokens; drafts may copy from answers to other requests of its key."""
 
-        Without a key, as for a row that samples, what the row's earlier turns taught is forgotten.
-        """
+    def restart(self, row: int) -> None:
+        """Forget what the row's earlier turns taught, so that the next one drafts as if it were the first."""
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.

@@ -47,6 +47,10 @@ class MergedSession(DraftSession):
         for session in self._sessions:
             session.begin(row, capacity + self._block, key)
 
+    def restart(self, row: int) -> None:
+        for session in self._sessions:
+            session.restart(row)
+
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:
         return Loaded(captioning=sum(session.load(row, prompt, prefill).captioning for session in self._sessions))
 

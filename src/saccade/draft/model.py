@@ -81,11 +81,8 @@ class ModelDraftSession(DraftSession):
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
-        if key is None:
-            self.restart(row)
 
     def restart(self, row: int) -> None:
-        """Take the row's next prompt for a new one, even if it is a later turn."""
         self._prompts[row] = None
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None, budget: int | None = None) -> Loaded:

@@ -141,6 +141,8 @@ class Drafting:
         self.rows[row.slot] = DraftedRow(row)
         capacity = len(row.request.drafter_prompt) + row.plan.max_new_tokens + row.request_nodes
         self.session.begin(row.slot, capacity, None if row.do_sample else row.request.salt)
+        if row.do_sample:  # a seed repeats its answer whatever the slot drafted before
+            self.session.restart(row.slot)
 
     def end(self, row: Row) -> None:
         """A row leaves its slot; one for which memory was lacking has not begun."""

@@ -158,10 +158,11 @@ class EnsembleSession(DraftSession):
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self._capacity[row] = capacity  # `load` reserves what the row's views need
-        if key is None:
-            self._prompts[row] = None
-            for view in range(len(self._drafter.views)):
-                self._session.restart(self._slot(view, row))
+
+    def restart(self, row: int) -> None:
+        self._prompts[row] = None
+        for view in range(len(self._drafter.views)):
+            self._session.restart(self._slot(view, row))
 
     def forget(self, row: int) -> None:
         for view in range(len(self._drafter.views)):

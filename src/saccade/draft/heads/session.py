@@ -454,8 +454,9 @@ class HeadDraftSession(DraftSession):
 
     def begin(self, row: int, capacity: int, key: str | None = None) -> None:
         self.entries.begin(row, capacity)
-        if key is None:
-            self._shaping.restart(row)
+
+    def restart(self, row: int) -> None:
+        self._shaping.restart(row)
 
     def forget(self, row: int) -> None:
         self._next.abandon(row)
