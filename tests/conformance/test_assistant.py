@@ -153,7 +153,5 @@ def test_rows_sampled_with_an_assistant_follow_the_target(tree: str, option: str
 def test_a_row_that_samples_forgets_what_earlier_turns_taught(monkeypatch: pytest.MonkeyPatch) -> None:
     session, restarted = drafter("gemma4", Chain(GAMMA)).open(1, Context(target("gemma4"), 1)), list[int]()
     monkeypatch.setattr(type(session._shaping), "restart", lambda _, row: restarted.append(row))
-    session.begin(0, 9, "")
-    assert not restarted
-    session.begin(0, 9)
+    session.restart(0)
     assert restarted == [0]

@@ -385,7 +385,7 @@ def test_a_failed_step_costs_no_neighbour_its_answer(
 
 def test_requests_are_planned_again_after_a_failed_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, stock, planned = tmp_path / "rows.jsonl", StepRunner.run, list[Any]()
-    body = {"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 4, "logprobs": True}
+    body = {"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 32, "logprobs": True}
     source.write_text("".join(json.dumps({"custom_id": name, "body": body}) + "\n" for name in "ab"))
     whole, steps, plan = tmp_path / "whole.jsonl", iter(range(99)), Planner.plan
 
@@ -399,7 +399,7 @@ def test_requests_are_planned_again_after_a_failed_step_alone(tmp_path: Path, mo
 
     def failing(self: StepRunner, *args: Any) -> Any:
         result = stock(self, *args)
-        if next(steps) == 2:
+        if len(self._state.active) == 2 and next(steps) == 2:  # the second row may come later
             raise RuntimeError("bad kernel")
         return result
 
