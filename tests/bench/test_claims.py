@@ -47,7 +47,7 @@ def test_an_order_that_holds_says_by_how_much() -> None:
     assert least.ratio.low is not None
     assert 1 < least.ratio.low < least.ratio.value
     assert str(verdict).startswith(f"{least.ratio.value:.3f} [{least.ratio.low:.3f}, ")
-    assert str(verdict).endswith(f" ({least.above} / {least.below}), worst of 3")
+    assert f"{verdict}{verdict.among}".endswith(f" ({least.above} / {least.below}), worst of 3")
 
 
 def test_a_verdict_says_on_which_side_of_the_bar_the_interval_lies() -> None:
@@ -108,7 +108,7 @@ def test_a_claim_has_the_verdict_of_its_worst_comparison() -> None:
     found = [c.judgement for c in verdict.comparisons]
     assert sorted(found) == ["does not"] * 3 + ["holds"] * 2
     assert verdict.judgement == "does not"
-    assert str(verdict).endswith("worst of 5")
+    assert verdict.among == ", worst of 5"
     (verdict,) = verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
     assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "prompt-lookup")]
     assert str(verdict).endswith(", without gone")

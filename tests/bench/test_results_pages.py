@@ -154,7 +154,7 @@ def test_a_reason_stands_where_it_explains_and_nowhere_else(over: Setup, tmp_pat
         (docs / REASONS).write_text(f'[[reason]]\nverdicts = ["level", "{verdict}"]\n{why}\ncovers = {covers}\n')
         LINES.clear()
         pages = published(session.records, docs, ("lvspec-2",))
-        paragraph = "**Why** (position shifts accept more): the moon is full. Look up."
+        paragraph = "**Why**: the moon is full. Look up."
         assert (pages["lvspec-2.md"].split("\n\n")[2] == paragraph) == is_shown
         row, other = (line for line in pages[INDEX].splitlines() if "(lvspec-2.md): " in line)
         assert row.endswith("| [the moon is full](lvspec-2.md) |") == is_shown
@@ -179,7 +179,7 @@ def test_a_reason_has_the_numbers_of_the_pages_that_it_cites(over: Setup, tmp_pa
         return published(session.records, docs, ("lvspec-2",))["lvspec-2.md"]
 
     claim = written("{lvspec-2: position shifts accept more}, {lvspec-2: LVSpec | block efficiency}.")
-    ratio, tokens = re.search(r"more\): so\. (.*), (.*)\.\n", claim).groups()  # type: ignore[union-attr]
+    ratio, tokens = re.search(r"Why\*\*: so\. (.*), (.*)\.\n", claim).groups()  # type: ignore[union-attr]
     assert f"undecided, {escape(ratio)} (LVSpec / LVSpec-no-PST" in claim
     assert f"| LVSpec (lossy) | {tokens} " in claim
     assert "**Why**" not in written("{tabed-1: M | block efficiency}")

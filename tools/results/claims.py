@@ -122,10 +122,14 @@ class Verdict:
         return max((c.needed for c in self.comparisons if c.judgement == "undecided"), default=0)
 
     def __str__(self) -> str:
-        """Worst comparison, and of how many."""
-        of = f", worst of {len(self.comparisons)}" if len(self.comparisons) > 1 else ""
+        """Worst comparison."""
         lacks = f", without {', '.join(self.absent)}" if self.absent else ""
-        return f"{self.worst or '-'}{of}{lacks}"
+        return f"{self.worst or '-'}{lacks}"
+
+    @property
+    def among(self) -> str:
+        """Of how many comparisons it is the worst."""
+        return f", worst of {len(self.comparisons)}" if len(self.comparisons) > 1 else ""
 
 
 def verdicts(run: RecordedRun) -> list[Verdict]:

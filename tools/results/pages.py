@@ -122,6 +122,8 @@ class Page:
         for says, reason in self.reasons.items():
             covered.setdefault(reason.cause, []).append(says)
         causes = {reason.cause: reason for reason in self.reasons.values()}
+        lost = sum(verdict.judgement in WORST_FIRST[:3] for verdict in self.verdicts)  # a cause of all names none
+        covers = {c: "" if len(says) == lost else f" ({escape('; '.join(says))})" for c, says in covered.items()}
         mirrors = [f"Mirrors {config['mirrors']}."] if config["mirrors"] else []
         added = f" (more were added after {' and '.join(map(str, header.grown))})" if header.grown else ""
         settings = (
@@ -132,7 +134,7 @@ class Page:
             f"# {name}: {escape(config['title'])}",
             escape(self.sentence()),
             *(
-                f"**Why** ({escape('; '.join(covered[cause]))}): {_line(cause)}. "
+                f"**Why**{covers[cause]}: {_line(cause)}. "
                 + (_line(reason.shown) if places[cause] == name else f"[Numbers]({places[cause]}.md).")
                 for cause, reason in causes.items()
             ),
@@ -258,7 +260,8 @@ def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
                 words = "as above" if reason and reason.cause in given else _line(reason.cause) if reason else ""
                 given |= {reason.cause} if reason else set()
                 cause = f"[{words}]({name}.md)" if words else ""
-                cells = (f"{link}: {escape(verdict.claim.says)}", escape(verdict.claim.paper), escape(str(verdict)))
+                ours = escape(f"{verdict}{verdict.among}")
+                cells = (f"{link}: {escape(verdict.claim.says)}", escape(verdict.claim.paper), ours)
                 needed = math.ceil(verdict.needed / 10) * 10 if verdict.needed <= MANY else f"over {MANY:,}"
                 judged_by = f"undecided ({needed})" if verdict.judgement == "undecided" else verdict.judgement
                 lines.append(f"| {' | '.join(cells)} | {judged_by} | {cause} |")
