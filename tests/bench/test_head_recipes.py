@@ -43,9 +43,11 @@ def test_a_recipe_is_valid_and_its_command_says_the_same(name: str) -> None:
     assert read_recipe(plan.kind).with_settings(option_groups.settings(given)) == plan.recipe
 
 
-def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
-    recipes = [plan.recipe for plan in read().heads.values() if plan.kind != DRAFT_VLM]
-    assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
+def test_heads_that_are_compared_have_equal_steps_batches_and_rates() -> None:
+    recipes = {name: plan.recipe for name, plan in read().heads.items() if plan.kind != DRAFT_VLM}
+    assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes.values()}) == 1
+    lower = {name for name, recipe in recipes.items() if next(s for s in recipe.stages if s.steps).rate != 3e-3}
+    assert lower == {"dream-third", "published-third"}, "which show what a lower rate costs"
 
 
 def test_the_plan_lists_what_is_left_and_writes_nothing(vlm: saccade.VLM, out: Path) -> None:
