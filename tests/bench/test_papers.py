@@ -22,7 +22,16 @@ from tools.results.claims import MEASURES
 MIRRORED = suite_names()
 OF_NO_PAPER = (
     *("heads-deep", "heads-long", "heads-long-sampling", "hivis-parts", "hivis-parts-sampling"),
-    *("dream-weak", "lvspec-free", "lvspec-front", "lvspec-style", "quick", "small-trees", "tabed-single"),
+    *(
+        "dream-rate",
+        "dream-weak",
+        "lvspec-free",
+        "lvspec-front",
+        "lvspec-style",
+        "quick",
+        "small-trees",
+        "tabed-single",
+    ),
 )
 
 

@@ -127,8 +127,8 @@ class Page:
         mirrors = [f"Mirrors {config['mirrors']}."] if config["mirrors"] else []
         added = f" (more were added after {' and '.join(map(str, header.grown))})" if header.grown else ""
         settings = (
-            f"{count(len({r.prompt_id for r in run.records}), 'prompt')}{added}, answers of at most "
-            f"{config['max_new_tokens']} tokens, seed {config['seed']}"
+            f"{count(len({r.prompt_id for r in run.records}), 'prompt')}{added}, at most "
+            f"{config['max_new_tokens']} tokens{f', seed {seed}' if (seed := config['seed']) else ''}"
         )
         parts = [
             f"# {name}: {escape(config['title'])}",
@@ -234,8 +234,12 @@ def _line(text: str) -> str:
 
 def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
     """Markdown of the index: for every paper a table of its claims."""
-    machines = dict.fromkeys(page.content.run.header.places["machine"] for page in pages)
-    lines = [_INTRODUCTION, *(f"Measured: {escape(machine)}." for machine in machines)]
+    machines: dict[str, dict[str, None]] = {}  # revisions of each
+    for page in pages:
+        revision, _, machine = page.content.run.header.places["machine"].removeprefix("revision ").partition("; ")
+        machines.setdefault(machine, {})[revision] = None
+    lines = [_INTRODUCTION]
+    lines += [f"Measured: revision {', '.join(found)}; {escape(machine)}." for machine, found in machines.items()]
     of_paper: dict[str, list[Page]] = {paper: [] for paper in PAPERS}
     for page in pages:
         of_paper[page.measurement.suite.mirrors.partition(",")[0] or PAPERS[-1]].append(page)
