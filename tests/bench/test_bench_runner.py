@@ -254,6 +254,10 @@ def test_a_run_grows_by_more_prompts_and_says_so(prepared: Prepare, folder: Path
     ):
         with pytest.raises(SaccadeError, match=words):
             Runner(prepared(**changes), folder).run()
+    lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+    (folder / FILE).write_bytes(b"".join([*lines, lines[0]]))
+    assert read(folder).header == run.header
+    assert "neither a run's header nor a record" in read(folder).problems[0], "one that did not grow comes first"
 
 
 def test_a_run_does_not_grow_on_other_questions(
