@@ -52,13 +52,13 @@ def grown(header: Header, prepared: Prepared) -> Header:
     """Header of a run whose questions are the first of each task's now, for all of them; of any other run itself."""
     config = header.config
     now = prepared.config()
+    if config["prompts"] == now["prompts"]:
+        return header
     sizes = {name: task["count"] for name, task in config["prompts"].items()}
     for name, group in prepared.questions.items():
         first = group[: sizes.get(name, 0)]
         if {"count": len(first), "digest": digest(first)} != config["prompts"].get(name):
             return header
-    if config["prompts"] == now["prompts"]:
-        return header
     counts = {task["name"]: task["count"] for task in now["tasks"]}
     tasks = [{**task, "count": counts.get(task["name"])} for task in config["tasks"]]
     config = {**config, "per_task": now["per_task"], "tasks": tasks, "prompts": now["prompts"]}
@@ -70,10 +70,10 @@ def earlier_run(folder: Path, prepared: Prepared) -> RecordedRun | None:
     if lacks_header(folder / FILE):
         return None
     run = read(folder)
-    config = grown(run.header, prepared).config
+    config, now = grown(run.header, prepared).config, prepared.config()
     pairs = (
-        ("configuration", by_name(config), by_name(prepared.config())),
-        ("configuration", config, prepared.config()),  # whose lists have an order, too
+        ("configuration", by_name(config), by_name(now)),
+        ("configuration", config, now),  # whose lists have an order, too
         ("models", run.header.models, prepared.models()),
         ("environment", run.header.environment, prepared.environment()),
     )
