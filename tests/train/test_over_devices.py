@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -215,6 +216,21 @@ def test_processes_find_what_the_others_have_cached_on_disk(tmp_path: Path) -> N
     again = FeatureCache(target("llava"), 1e9, tmp_path, "same")  # also after the number of processes has changed
     assert again.samples == 2
     assert again.bytes > one.bytes / 2
+
+
+def test_what_another_process_removed_is_computed_and_cached_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    cache = FeatureCache(target("llava"), 1e9, tmp_path / "features", "same", say=said.append)
+    read = features(0, 2)
+    cache.put(0, read[0])
+    cache.flush()
+    shutil.rmtree(tmp_path / "features")
+    assert cache.get(0) is None
+    assert "damaged or gone" in said[0]
+    assert cache.get(1) is None
+    cache.put(0, read[0])
+    cache.flush()
+    assert FeatureCache(target("llava"), 1e9, tmp_path / "features", "same").samples == 1
 
 
 def test_only_caches_of_another_fingerprint_are_removed(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ class FeatureCache:
         """Find files that other processes have written since the last scan."""
         if self._folder is None:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)  # another process may have removed it when it was done
         changed = self._folder.stat().st_mtime_ns
         if changed == self._changed:
             return
@@ -155,7 +156,7 @@ class FeatureCache:
         with suppress(FileNotFoundError):  # another process was faster
             self.bytes = max(self.bytes - place.stat().st_size, 0)
             place.unlink()
-        self._say(f"The feature file {place} is damaged; its samples are computed again.")
+        self._say(f"The feature file {place} is damaged or gone; its samples are computed again.")
 
     def _pack(self, features: Features) -> dict[str, Tensor]:
         needed = self._needed(features)
