@@ -15,6 +15,8 @@ from commands import Shell
 from transformers import LlamaConfig
 
 import saccade
+from families import FAMILIES
+from harness import prompt, target
 from saccade.bench.answering import answer_turns
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import Array
@@ -55,11 +57,30 @@ def test_visual_vectors_are_told_from_those_of_text(pair: tuple[str, str]) -> No
     assert probe.sizes["inputs, visual"][0].mean() > 20 * probe.sizes["inputs, text"][0].mean()  # not swapped
 
 
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_attention_to_visual_tokens_is_that_of_an_eager_target_reading_its_answer(name: str) -> None:
+    asked, words, tokens = prompt(name, "image"), prompt(name, "text"), [7, 8, 9, 10]
+    own = SimpleNamespace(target=target(name), drafts_from_prompts=False, draft_model=None)
+    own.processor = SimpleNamespace(text_only=lambda _: words)
+    probe, eager = Probe(own), FAMILIES[name].model()  # type: ignore[arg-type]
+    probe.read(asked, tokens)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        layers = eager(**FAMILIES[name].continued("image", 0, tokens), output_attentions=True).attentions
+    visual, end = target(name).family.visual_mask(asked.ids), len(asked)
+    rows = {"the prompt after them": slice(int(visual.nonzero()[-1]) + 1, end), "the answer": slice(end, end + 3)}
+    for whose, queries in rows.items():
+        expected = [float(layer[0, :, queries, :end][..., visual].sum(-1).mean()) for layer in layers]
+        assert probe.attention[whose][0] == pytest.approx(expected, abs=1e-5), whose
+
+
 @pytest.mark.parametrize(("visual", "expected"), [(3, "win"), (0.4, "win"), (1.9, "level"), (0.6, "level")])
 def test_a_gap_between_the_modalities_counts_in_both_directions(visual: float, expected: str) -> None:
     sizes = {"inputs, visual": [np.full(5, visual)] * 12, "inputs, text": [np.ones(2)] * 12}
-    assert hivis(sizes) == ({"RMS of inputs, visual": pytest.approx(visual), "RMS of inputs, text": 1}, expected)
-    assert hivis({name: each[1:] for name, each in sizes.items()})[1].startswith("too few: 11 of 12 answers (raise")
+    found, verdict = hivis(sizes, {"the answer": [np.array([0.5, 0.1, 0.3]), np.array([0.7, 0.1, 0.1])]})
+    assert (found.pop("RMS of inputs, text"), verdict) == (1, expected)
+    assert list(found.values()) == pytest.approx([visual, 0.6, 0.15])
+    assert hivis({name: each[1:] for name, each in sizes.items()}, {})[1].startswith("too few: 11 of 12 answers (raise")
 
 
 @pytest.mark.parametrize(("steps", "memory", "expected"), [(9, 0, "level"), (9, 0.1, "win"), (200, 0.3, "win")])

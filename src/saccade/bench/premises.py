@@ -40,7 +40,8 @@ class Premise(NamedTuple):
 PAPERS = {
     "HiViS": Premise(
         "a head that sees the visual tokens without norms on its inputs",
-        "visual inputs are far larger than those of text (drawn in Figure 2, without numbers)",
+        "visual inputs are far larger than those of text, and attention to them falls after the first layers, and in "
+        "the answer (drawn in Figures 2 and 3, without numbers)",
         "win where their RMS differs at least twofold, else level; norms in the head's inputs make up for most of it",
     ),
     "SAGE": Premise(
@@ -89,7 +90,7 @@ def measure(
     draft = vlm.draft_model if has_views else None
     costs = cost.measure(vlm.target, last, draft, vlm.processor.text_only(last), (GAMMA + 1,), heads)
     found: dict[str, Found] = {name: ({}, NO_DRAFTER) for name in PAPERS}
-    found["HiViS"] = hivis(probe.sizes)
+    found["HiViS"] = hivis(probe.sizes, probe.attention)
     found["DREAM"] = dream(costs, answers if has_views else [])
     if has_views:
         found |= {"SAGE": sage(answers), "LVSpec": lvspec(answers), "TABED": tabed(answers, probe.lacking)}
@@ -122,12 +123,25 @@ def over_answers(statistic: Callable[..., float], *parts: Sequence[Array]) -> Es
     return None if np.isnan(statistic(*map(np.concatenate, parts))) else bootstrap(of, len(parts[0]))
 
 
-def hivis(sizes: Mapping[str, Sequence[Array]]) -> Found:
-    """The gap between the modalities, of the target's last states and of what a drafter reads."""
+def hivis(sizes: Mapping[str, Sequence[Array]], attention: Mapping[str, Sequence[Array]]) -> Found:
+    """How far visual vectors are from those of text (HiViS, Figure 2), and who attends to them (Figure 3).
+
+    Args:
+        sizes: root mean squares ``[n]`` of an answer's vectors, by what they are of.
+        attention: the share of an answer's attention that visual tokens get in every layer, ``[L]``, by whose it is;
+            empty where the attention of the target cannot be read.
+    """
     means = {name: float(np.concatenate(each).mean()) for name, each in sizes.items()}
     smaller, larger = sorted((means["inputs, visual"], means["inputs, text"]))
-    found = {f"RMS of {name}": mean for name, mean in means.items()}
-    return found, too_few(len(sizes["inputs, text"])) or ("win" if larger >= 2 * smaller else "level")
+    found: dict[str, Any] = {f"RMS of {name}": mean for name, mean in means.items()}
+    for whose, shares in attention.items():
+        first, *others = np.mean(shares, 0)
+        name = f"attention of {whose} to visual tokens"
+        found[f"{name}, first layer"] = float(first)
+        if others:
+            found[f"{name}, other layers"] = float(np.mean(others))
+    few = too_few(len(sizes["inputs, text"]))
+    return found, few or ("win" if larger >= 2 * smaller else "level")
 
 
 def sage(answers: Sequence[Answer]) -> Found:

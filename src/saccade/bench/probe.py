@@ -7,7 +7,8 @@ likeliest token is the target's, so the steps of speculative decoding follow fro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +21,14 @@ from saccade.draft.ensemble.ensemble import EnsembleDrafter, View
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
-from saccade.errors import MethodError
+from saccade.errors import MethodError, ModelError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import LVSpecOptions
 from saccade.pocket.labels import LABEL_WORDS
 from saccade.pocket.words import NUMBERS
 from saccade.target_model.context import Context
+from saccade.target_model.stock import AttentionProbe
 from saccade.target_model.token_blocks import ForwardOutput
 from saccade.vlm import VLM
 
@@ -93,6 +95,10 @@ class Probe:
     def __init__(self, vlm: VLM) -> None:
         self.vlm, self.target, self.last = vlm, vlm.target, len(vlm.target.layers)
         self.sizes: dict[str, list[Array]] = {}  # root mean square of every vector, by what it is of
+        self.attention: dict[str, list[Array]] = {}  # by whose: share that visual tokens get in each layer
+        self._can_attend = False
+        with suppress(ModelError), AttentionProbe(self.target):  # not of every decoder
+            self._can_attend = True
         self.context, self.blind = Context(self.target, 1), Context(self.target, 1)
         self.context.requirements.add_layers(0, self.last)
         self.views = dict[str, EnsembleDrafter]()
@@ -115,13 +121,17 @@ class Probe:
         visual = self.target.family.visual_mask(prompt.ids).to(self.target.device)
         self.context.forget(0)
         self.blind.forget(0)
-        prefill = self.context.load(0, prompt)
+        stop = len(prompt)
+        first = min(int(visual.nonzero()[-1]) + 1, stop - 1)
+        with self._attending("the prompt after them", visual, range(first, stop)):
+            prefill = self.context.load(0, prompt)
         last = prefill.hidden[self.last]
         for place, vectors in (("last states", last), ("inputs", prefill.hidden[0])):
             sizes = vectors.float().square().mean(-1).sqrt()
             for modality, chosen in (("visual", visual), ("text", ~visual)):
                 self.sizes.setdefault(f"{place}, {modality}", []).append(sizes[chosen].cpu().numpy())
-        after = self._over(self.context, tokens).hidden[self.last][0]  # the state that verifies the next token
+        with self._attending("the answer", visual, range(len(tokens) - 1)):
+            after = self._over(self.context, tokens).hidden[self.last][0]  # the state that verifies the next token
         similarity = normalize(after.float(), dim=-1) @ normalize(last[visual].float(), dim=-1).T
         relevance = similarity.topk(min(LVSpecOptions().nearest, similarity.shape[1]), -1).values.mean(-1)
         self.blind.load(0, self.vlm.processor.text_only(prompt))
@@ -138,6 +148,23 @@ class Probe:
                 if names:
                     answer.touches[LEXICON] = depends[LEXICON] | [names([token])[0] for token in drafts.tolist()]
         return answer
+
+    @contextmanager
+    def _attending(self, whose: str, visual: Tensor, queries: range) -> Iterator[None]:
+        """Measure how much of their attention some tokens of the block that runs inside give to visual ones.
+
+        Shapes: visual ``[S]`` bool, of the prompt that the row begins with. ``queries``: places in the block.
+        """
+        if not self._can_attend:
+            yield
+            return
+        with AttentionProbe(self.target, queries=queries) as probe:
+            yield
+        layers = sorted(probe.columns)
+        received = torch.stack([probe.columns[layer][0].to(visual.device) for layer in layers])
+        to_visual = received[:, : len(visual)][:, visual].sum(-1)
+        shares = to_visual / len(queries)
+        self.attention.setdefault(whose, []).append(shares.cpu().numpy())
 
     def _over(self, context: Context, tokens: list[int]) -> ForwardOutput:
         context.cache.reserve(0, context.lengths[0] + len(tokens))

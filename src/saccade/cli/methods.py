@@ -160,9 +160,9 @@ def premises(
     """Measure on a pair what five papers rest on, and say which method to expect to win, before training anything.
 
     The target answers every prompt once, and the draft VLM reads the answers. Each premise is printed with its numbers
-    and the rule: sizes of visual and text inputs (HiViS; attention to visual tokens, its Figure 3, is not measured),
-    whether the drafter's entropy lasts (SAGE), what depends on the pictures (LVSpec), whether views take turns
-    (TABED), and what a drafter's step costs (DREAM). No verdict is given on fewer than 12 answers.
+    and the rule: sizes of visual and text inputs, and who attends to visual tokens (HiViS), whether the drafter's
+    entropy lasts (SAGE), what depends on the pictures (LVSpec), whether views take turns (TABED), and what a drafter's
+    step costs (DREAM). No verdict is given on fewer than 12 answers.
 
     The target must take pictures; the built-in pair is the default. Without a draft VLM, HiViS alone is judged.
 
