@@ -25,6 +25,7 @@ from saccade.bench.probe import GAMMA, LEXICON, PROXY, Answer, Probe, lexicon, s
 from saccade.bench.questions import gather
 from saccade.bench.suites import parse
 from saccade.cli import screen
+from saccade.errors import ModelError
 from saccade.inputs.families import family_of
 from saccade.pocket import draw
 
@@ -55,6 +56,19 @@ def test_visual_vectors_are_told_from_those_of_text(pair: tuple[str, str]) -> No
     probe = Probe(vlm)
     probe.read(vlm.processor.prompt(question.turns[0].messages), [5, 6, 7])
     assert probe.sizes["inputs, visual"][0].mean() > 20 * probe.sizes["inputs, text"][0].mean()  # not swapped
+
+
+def test_a_target_whose_attention_cannot_be_read_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelError("It has attention code of its own.")
+
+    monkeypatch.setattr("saccade.bench.probe.AttentionProbe", refuse)
+    words = SimpleNamespace(text_only=lambda _: prompt("llava", "text"))
+    own = SimpleNamespace(target=target("llava"), drafts_from_prompts=False, draft_model=None, processor=words)
+    probe = Probe(own)  # type: ignore[arg-type]
+    probe.read(prompt("llava", "image"), [7, 8, 9])
+    assert probe.attention == {}
+    assert len(probe.sizes["inputs, visual"]) == 1
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
