@@ -58,16 +58,17 @@ def test_visual_vectors_are_told_from_those_of_text(pair: tuple[str, str]) -> No
     assert probe.sizes["inputs, visual"][0].mean() > 20 * probe.sizes["inputs, text"][0].mean()  # not swapped
 
 
-def test_a_target_whose_attention_cannot_be_read_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ModelError("It has attention code of its own.")
+def refuse(*_: Any, **__: Any) -> None:
+    raise ModelError("It has attention code of its own.")
 
+
+def test_a_target_whose_attention_cannot_be_read_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.bench.probe.AttentionProbe", refuse)
     words = SimpleNamespace(text_only=lambda _: prompt("llava", "text"))
     own = SimpleNamespace(target=target("llava"), drafts_from_prompts=False, draft_model=None, processor=words)
     probe = Probe(own)  # type: ignore[arg-type]
     probe.read(prompt("llava", "image"), [7, 8, 9])
-    assert probe.attention == {}
+    assert (probe.attention, probe.unread) == ({}, "It has attention code of its own.")
     assert len(probe.sizes["inputs, visual"]) == 1
 
 
@@ -195,10 +196,14 @@ def test_all_premises_of_a_pair_are_printed_and_parsed(pair: tuple[str, str], sh
     assert out.splitlines()[-1].startswith("From 1 answer: HiViS, LVSpec, TABED and DREAM too few: 1 of 12 answers (")
 
 
-def test_without_a_draft_vlm_the_rest_is_measured(pair: tuple[str, str], shell: Shell) -> None:
+def test_without_a_draft_vlm_the_rest_is_measured(
+    pair: tuple[str, str], shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.bench.probe.AttentionProbe", refuse)
     out = shell("premises", "-t", pair[0], "--prompts", "scene", "--count", "1", "-n", "8").out
     assert "TABED and DREAM not measured: there is no draft VLM (give one with --drafter)." in out.splitlines()[-1]
     assert "T_q / T_p, fresh dream" in out
+    assert "It has attention code of its own." in out
 
 
 def test_targets_without_pictures_and_wrong_prompts_are_refused(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def measure(
     costs = cost.measure(vlm.target, last, draft, vlm.processor.text_only(last), (GAMMA + 1,), heads)
     found: dict[str, Found] = {name: ({}, NO_DRAFTER) for name in PAPERS}
     found["HiViS"] = hivis(probe.sizes, probe.attention)
+    if probe.unread:
+        found["HiViS"][0]["attention to visual tokens"] = probe.unread
     found["DREAM"] = dream(costs, answers if has_views else [])
     if has_views:
         found |= {"SAGE": sage(answers), "LVSpec": lvspec(answers), "TABED": tabed(answers, probe.lacking)}

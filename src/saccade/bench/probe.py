@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,9 +96,12 @@ class Probe:
         self.vlm, self.target, self.last = vlm, vlm.target, len(vlm.target.layers)
         self.sizes: dict[str, list[Array]] = {}  # root mean square of every vector, by what it is of
         self.attention: dict[str, list[Array]] = {}  # by whose: share that visual tokens get in each layer
-        self._can_attend = False
-        with suppress(ModelError), AttentionProbe(self.target):  # not of every decoder
-            self._can_attend = True
+        self.unread = ""  # why attention is not measured, if it is not
+        try:
+            with AttentionProbe(self.target):
+                pass
+        except ModelError as problem:
+            self.unread = str(problem)
         self.context, self.blind = Context(self.target, 1), Context(self.target, 1)
         self.context.requirements.add_layers(0, self.last)
         self.views = dict[str, EnsembleDrafter]()
@@ -155,7 +158,7 @@ class Probe:
 
         Shapes: visual ``[S]`` bool, of the prompt that the row begins with. ``queries``: places in the block.
         """
-        if not self._can_attend:
+        if self.unread:
             yield
             return
         with AttentionProbe(self.target, queries=queries) as probe:
