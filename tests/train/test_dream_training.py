@@ -76,12 +76,14 @@ def later_steps(
     return outs
 
 
-@pytest.mark.parametrize(("feeding", "steps"), [("answer", 2), ("guess", 2), ("guess", 3)])
+@pytest.mark.parametrize(("feeding", "steps", "norms"), [("answer", 2, False), ("guess", 2, True), ("guess", 3, False)])
 @pytest.mark.parametrize("options", [{}, {"rotary": False, "direct": False, "gate": "tanh"}], ids=["new", "released"])
-def test_all_steps_are_their_formulas_written_out(feeding: str, steps: int, options: dict[str, Any]) -> None:
+def test_all_steps_are_their_formulas_written_out(
+    feeding: str, steps: int, norms: bool, options: dict[str, Any]
+) -> None:
     """One sequence at a time, place by place; later steps are fed with earlier ones' outputs."""
     name, made = "llava", own(keep=0.5, **options)
-    tally = DreamObjective(feeding=feeding)(made, entries(made), lm_head, steps)
+    tally = DreamObjective(feeding=feeding, middle_norms=norms)(made, entries(made), lm_head, steps)
     sums = {"states": 0.0, "middle": 0.0, "distribution": 0.0}
     counts = [0] * steps
     for sample in samples(name, 3):
@@ -105,8 +107,11 @@ def test_all_steps_are_their_formulas_written_out(feeding: str, steps: int, opti
                         q = lm_head(out[place]).double().softmax(-1)
                         sums["distribution"] += float((p * (p / q).log()).sum())
                         counts[step] += 1
-                for term, guess, true in (("states", outs[0][place], last), ("middle", begun[place], middle)):
-                    gap = (guess - true[token]).abs()
+                inner = (begun[place], middle[token])
+                if norms:
+                    inner = tuple(x / (x.square().mean() + torch.finfo().eps).sqrt() for x in inner)
+                for term, guess, true in (("states", outs[0][place], last[token]), ("middle", *inner)):
+                    gap = (guess - true).abs()
                     sums[term] += float(torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
     for term, value in sums.items():
         assert float(tally.terms[term]) == pytest.approx(value, rel=1e-4)

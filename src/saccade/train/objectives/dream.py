@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.dream import Dream
@@ -167,6 +168,7 @@ class DreamObjective(FormedObjective):
     middle: float = 0.2  # weight of SmoothL1 between an inner state and the head's first block's output (L_intermed)
     distribution: float = 1.0  # weight of KL(target || head) (L_KL)
     layer: str = "entropy"  # layer of the inner state
+    middle_norms: bool = False  # whether L_intermed compares RMS-normed states: inner ones can be 100 times as large
     feeding: str = "guess"  # features of later steps
 
     def __post_init__(self) -> None:
@@ -195,18 +197,16 @@ class DreamObjective(FormedObjective):
         following, states = window.gather(entries.following), window.gather(entries.states)
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
-        supervised = window.supervised
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
-            if step:
-                supervised = self._drafted(window.supervised, step)
+            supervised = self._drafted(window.supervised, step) if step else window.supervised
             if not supervised.any():
                 break
             terms = {}
             if step == 0:
                 terms["states"] = smooth_l1(out[supervised], states[supervised])
                 if entries.middle.shape[-1] and head.first is not None:
-                    inner = window.gather(entries.middle)
-                    terms["middle"] = smooth_l1(window.gather(begun)[supervised], inner[supervised])
+                    pair = (window.gather(x)[supervised].float() for x in (begun, entries.middle))
+                    terms["middle"] = smooth_l1(*(F.rms_norm(x, x.shape[-1:]) if self.middle_norms else x for x in pair))
             rows = out[supervised], states[supervised], following[supervised]
             terms["distribution"], right, sure = in_chunks(measure, head.config.vocab_size, *rows)
             sums.add(step, supervised, terms, sure, right)
