@@ -78,9 +78,7 @@ def later_steps(
 
 @pytest.mark.parametrize(("feeding", "steps", "norms"), [("answer", 2, False), ("guess", 2, True), ("guess", 3, False)])
 @pytest.mark.parametrize("options", [{}, {"rotary": False, "direct": False, "gate": "tanh"}], ids=["new", "released"])
-def test_all_steps_are_their_formulas_written_out(
-    feeding: str, steps: int, norms: bool, options: dict[str, Any]
-) -> None:
+def test_all_steps_are_their_formulas(feeding: str, steps: int, norms: bool, options: dict[str, Any]) -> None:
     """One sequence at a time, place by place; later steps are fed with earlier ones' outputs."""
     name, made = "llava", own(keep=0.5, **options)
     tally = DreamObjective(feeding=feeding, middle_norms=norms)(made, entries(made), lm_head, steps)
@@ -93,9 +91,8 @@ def test_all_steps_are_their_formulas_written_out(
         last, middle = f.states[len(target(name).layers)], f.states[finding.layer]
         with torch.no_grad():
             outs = later_steps(made, tokens, f.embeddings[tokens], last, len(sample.prompt), feeding, steps)
-            places = torch.tensor(tokens)[None] - 1
             causal = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool).tril()
-            begun = made.begin(f.embeddings[None, tokens], Placement(places, causal))[0]
+            begun = made.begin(f.embeddings[None, tokens], Placement(torch.tensor(tokens)[None] - 1, causal))[0]
             for place, token in enumerate(tokens):
                 into = token - (len(sample.prompt) - 1)  # the answer
                 if not 0 <= into < len(sample.answer):
@@ -107,9 +104,7 @@ def test_all_steps_are_their_formulas_written_out(
                         q = lm_head(out[place]).double().softmax(-1)
                         sums["distribution"] += float((p * (p / q).log()).sum())
                         counts[step] += 1
-                inner = (begun[place], middle[token])
-                if norms:
-                    inner = tuple(x / (x.square().mean() + torch.finfo().eps).sqrt() for x in inner)
+                inner = [x / x.square().mean().sqrt() if norms else x for x in (begun[place], middle[token])]
                 for term, guess, true in (("states", outs[0][place], last[token]), ("middle", *inner)):
                     gap = (guess - true).abs()
                     sums[term] += float(torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean())

@@ -140,7 +140,7 @@ class DreamFeeder(Feeder):
 
     def needed(self, sample: Features) -> Needed:
         last, whole = max(sample.states), torch.ones_like(sample.visual)
-        inner = sample.answer if self.layer != "none" else torch.zeros_like(whole)
+        inner = sample.answer if self.layer != "none" else ~whole
         shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
         return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
 
@@ -205,8 +205,8 @@ class DreamObjective(FormedObjective):
             if step == 0:
                 terms["states"] = smooth_l1(out[supervised], states[supervised])
                 if entries.middle.shape[-1] and head.first is not None:
-                    pair = (window.gather(x)[supervised].float() for x in (begun, entries.middle))
-                    terms["middle"] = smooth_l1(*(F.rms_norm(x, x.shape[-1:]) if self.middle_norms else x for x in pair))
+                    two = (window.gather(x)[supervised] for x in (begun, entries.middle))
+                    terms["middle"] = smooth_l1(*(F.rms_norm(x, x.shape[-1:]) if self.middle_norms else x for x in two))
             rows = out[supervised], states[supervised], following[supervised]
             terms["distribution"], right, sure = in_chunks(measure, head.config.vocab_size, *rows)
             sums.add(step, supervised, terms, sure, right)
