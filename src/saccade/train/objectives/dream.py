@@ -102,7 +102,7 @@ class DreamFeeder(Feeder):
 
     def __init__(self, target: Target, head: Dream, source: Source, *, objective: DreamObjective) -> None:
         super().__init__(target, head, source)
-        self.layer: str = objective.layer
+        self.layer = objective.layer
         self._pruning = head.pruning
         self._findings: dict[str, Finding] = {}  # of prompts, by their content
 
