@@ -102,7 +102,7 @@ class DreamFeeder(Feeder):
 
     def __init__(self, target: Target, head: Dream, source: Source, *, objective: DreamObjective) -> None:
         super().__init__(target, head, source)
-        self.layer = objective.layer
+        self.layer: str = objective.layer
         self._pruning = head.pruning
         self._findings: dict[str, Finding] = {}  # of prompts, by their content
 
@@ -198,7 +198,7 @@ class DreamObjective(FormedObjective):
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
-            supervised = self._drafted(window.supervised, step) if step else window.supervised
+            supervised = self._drafted(window.supervised, step)
             if not supervised.any():
                 break
             terms = {}
@@ -213,8 +213,8 @@ class DreamObjective(FormedObjective):
         return sums.tally
 
     def _drafted(self, supervised: Tensor, step: int) -> Tensor:
-        """``[B, A]`` bool: the places of a later step whose feature is the head's own."""
-        first = step if self.feeding == "guess" else 2
+        """``[B, A]`` bool: the places of a step whose feature is the head's own."""
+        first = step and 2 if self.feeding == "answer" else step
         return supervised & (torch.arange(supervised.shape[1], device=supervised.device) >= first)
 
 
