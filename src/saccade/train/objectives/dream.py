@@ -213,7 +213,7 @@ class DreamObjective(FormedObjective):
         return sums.tally
 
     def _drafted(self, supervised: Tensor, step: int) -> Tensor:
-        """``[B, A]`` bool: the places of a step whose feature is the head's own."""
+        """``[B, A]`` bool: where a step counts: from the second on, where the feature is the head's own."""
         first = step and 2 if self.feeding == "answer" else step
         return supervised & (torch.arange(supervised.shape[1], device=supervised.device) >= first)
 
