@@ -17,7 +17,6 @@ from families import FAMILIES, reset_rope_deltas
 from heads_kit import POLICIES, dropped_of, recorded, run_dream
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Placement
-from saccade.errors import TrainingError
 from saccade.train.data import Listed, TrainingSample
 from saccade.train.features import calibrate, extract_features
 from saccade.train.objectives import dream as dream_module
@@ -224,11 +223,3 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
 )
 def test_teacher_forcing_is_step_by_step_drafting(name: str, options: dict[str, Any]) -> None:
     assert teacher_forced_difference(name, **options) < 1e-4
-
-
-# --------------------------------------------------------------------------- runs
-
-
-def test_an_unknown_way_of_feeding_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"loss.feeding must be one of answer, guess, not 'all'"):
-        DreamObjective(feeding="all")

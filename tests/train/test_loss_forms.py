@@ -328,6 +328,8 @@ def test_every_head_takes_the_setting_and_stays_as_it_was_without() -> None:
         ("eagle3", {"form": "tv"}, "loss.form must be one of kl, lk, dpace for this head, not 'tv'"),
         ("kangaroo", {"form": "dpace"}, "loss.form must be one of kl, lk for this head, not 'dpace'"),
         ("dream", {"form": "dpace", "feeding": "answer"}, "loss.form=dpace weights the tokens of a draft"),
+        ("dream", {"feeding": "all"}, "loss.feeding must be one of answer, guess, not 'all'"),
+        ("dream", {"layer": "none", "middle_norms": True}, "loss.middle_norms is of an inner state"),
         ("draft-vlm", {"form": "lk"}, "loss.form"),
     ],
 )

@@ -140,9 +140,8 @@ class DreamFeeder(Feeder):
 
     def needed(self, sample: Features) -> Needed:
         last, whole = max(sample.states), torch.ones_like(sample.visual)
-        inner = sample.answer if self.layer != "none" else ~whole
         shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
-        return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
+        return Needed({layer: whole if layer == last else sample.answer for layer in sample.states}, shown)
 
 
 def inner_layer(layer: str, count: int) -> int:
@@ -177,6 +176,8 @@ class DreamObjective(FormedObjective):
             raise TrainingError(f"loss.layer must be one of {', '.join(LAYERS)}, not {self.layer!r}.")
         if self.feeding not in FEEDING:
             raise TrainingError(f"loss.feeding must be one of {', '.join(FEEDING)}, not {self.feeding!r}.")
+        if self.middle_norms and self.layer == "none":
+            raise TrainingError("loss.middle_norms is of an inner state; with loss.layer=none there is none.")
         if self.form == "dpace" and self.feeding != "guess":
             raise TrainingError("loss.form=dpace weights the tokens of a draft; it needs loss.feeding=guess.")
 
@@ -197,8 +198,10 @@ class DreamObjective(FormedObjective):
         following, states = window.gather(entries.following), window.gather(entries.states)
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
+        order = torch.arange(window.supervised.shape[1], device=window.supervised.device)
         for step, out in enumerate(drafts(head, entries, window, begun, draft_steps, self.feeding)):
-            supervised = self._drafted(window.supervised, step)
+            first = step if self.feeding == "guess" else min(2 * step, 2)  # place whose feature is the head's own
+            supervised = window.supervised & (order >= first)
             if not supervised.any():
                 break
             terms = {}
@@ -211,11 +214,6 @@ class DreamObjective(FormedObjective):
             terms["distribution"], right, sure = in_chunks(measure, head.config.vocab_size, *rows)
             sums.add(step, supervised, terms, sure, right)
         return sums.tally
-
-    def _drafted(self, supervised: Tensor, step: int) -> Tensor:
-        """``[B, A]`` bool: where a step counts: from the second on, where the feature is the head's own."""
-        first = step and 2 if self.feeding == "answer" else step
-        return supervised & (torch.arange(supervised.shape[1], device=supervised.device) >= first)
 
 
 def drafts(
