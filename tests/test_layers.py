@@ -48,7 +48,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 29_104
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 54_464, 11_140
+TESTS, TOOLS = 54_471, 11_140
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.05
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

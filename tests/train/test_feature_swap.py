@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from saccade.draft.heads.dflash import DFlash
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
 from saccade.draft.heads.medusa import StackedHead
 from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.train.features import Features
+from saccade.train.objectives.denoising import BlockEntries, _denoised
 from saccade.train.objectives.dream import DreamEntries, drafts, dream_entries
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.losses import Window, unroll
@@ -101,7 +103,10 @@ def entries(head: Head, samples: Sequence[Features]) -> Entries:
     if isinstance(head, Dream):
         kept = [{i: f.states[i] for i in (LAYERS - 1, LAYERS)} for f in samples]
         return dream_entries([replace(f, states=k) for f, k in zip(samples, kept, strict=True)], True)
-    return entries_of(head, samples)
+    given = entries_of(head, samples)
+    if not isinstance(head, DFlash):
+        return given
+    return BlockEntries(**{name: getattr(given, name) for name in given.names}, filler=given.embeddings[:, :1] * 0 + 1)
 
 
 def train(head: Head, target: Recurrent, steps: int = STEPS) -> Head:
@@ -136,6 +141,8 @@ def agreement(head: Head, target: Recurrent, swapped: bool) -> float:
         assert isinstance(given, DreamEntries)
         begun = head.begin(given.embeddings, Placement(given.positions, given.attention_mask))
         out = next(drafts(head, given, window, begun, 1, "guess"))
+    elif isinstance(given, BlockEntries):
+        out = _denoised(head, given, window.places)[:, :, head.first]
     else:
         out = next(unroll(head, given, window, 1))
     right = head.logits(out, target.lm_head).argmax(-1) == window.gather(given.following)
@@ -148,7 +155,7 @@ def cost(head: Head, target: Recurrent) -> float:
 
 
 LEAST = 0.15
-LONGER = {"medusa": 120}
+LONGER = {"medusa": 120, "dflash": 240, "dflash2": 240, "dspark": 240}
 """Training steps of kinds that learn slowly."""
 QUICKLY = ("eagle2", "dream", "hydra")
 """Kinds of different architectures, which the fast tests train."""
