@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from saccade.bench import metrics
-from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
+from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate, ratio_of_sums
 from saccade.bench.records import Record, RecordedRun
 from saccade.bench.suites import Suite
 from saccade.errors import SaccadeError
@@ -202,12 +202,13 @@ def _of_rates(rate: Callable[[Record], float | None]) -> Measure:
 
 
 def _of_times(over: Callable[[Record], float], under: Callable[[Record], float]) -> Measure:
-    """Median over prompts of one time of the first method over another of the second one, where both took any."""
+    """One time of the first method over another of the second one, each summed over the prompts where both took any."""
 
     def measure(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
         below = {(r.prompt_id, r.repeat): under(r) for r in theirs}
         pairs = [(over(r), below.get((r.prompt_id, r.repeat), 0.0)) for r in ours]
-        return median_estimate([mine / other for mine, other in pairs if mine and other])
+        both = [pair for pair in pairs if all(pair)]
+        return ratio_of_sums(*zip(*both, strict=True)) if both else None
 
     return measure
 
@@ -282,4 +283,4 @@ MEASURES: dict[str, Measure] = {
 }
 """Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
 prefill; median throughput end to end; mean score against ground truth; the same of two curves of methods, over the
-tokens per pass that both reach; median ratio of a time of one method to a time of the other."""
+tokens per pass that both reach; ratio of a time of one method to a time of the other, summed over prompts."""
