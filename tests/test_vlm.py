@@ -195,7 +195,7 @@ def test_loaded_models_can_be_given() -> None:
     assert model.method == "auto"
     assert model.generate("What?", [picture()]).tokens == reference("llava", "What?", [picture()])
     own = VLM(vlm("llava").target.model, vlm("llava").processor)
-    assert own.method == "prompt-lookup"
+    assert own.method == "suffix"
 
 
 def test_the_drafter_may_be_called_the_assistant_model() -> None:

@@ -304,5 +304,5 @@ def default(
     if drafter is not None and not chosen & changes and drafts_in_parallel(config_of(drafter)):
         return "pard"
     if drafter is None:
-        return "prompt-lookup"
+        return "suffix"
     return "chain" if chosen & {"draft_with", "tree", "rule", "lookup_tokens", "views"} else "auto"

@@ -76,7 +76,7 @@ def load(
             trained head's folder.
         method: a name of `saccade methods`; by default ``auto`` with a draft model (``chain`` with options that it
             lacks, ``pard`` with one that has a mask token), a head's own method with a head, and without a drafter
-            ``mtp`` where the checkpoint has one such layer, else ``prompt-lookup``.
+            ``mtp`` where the checkpoint has one such layer, else ``suffix``.
         assistant_model: Hugging Face's name for ``drafter``.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.

@@ -23,7 +23,7 @@ from mtp_kit import DELTA, KINDS, KINDS_APART, save, write
 from saccade import resolution
 from saccade.draft.heads.mtp import load_mtp
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import PromptLookup
+from saccade.draft.suffix import SuffixDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
@@ -202,12 +202,12 @@ def test_sampled_rows_follow_the_target(policy: str, tmp_path: Path) -> None:
 
 def test_the_checkpoint_chooses_the_method(target: Target) -> None:
     assert resolution.default(None, {}, config=target.config) == "mtp"
-    assert resolution.default(None, {}, options=["max_ngram"], config=target.config) == "prompt-lookup"
+    assert resolution.default(None, {}, options=["max_ngram"], config=target.config) == "suffix"
 
 
 def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> None:
     ids = torch.tensor([PROMPTS[0].ids])
-    for model, drafter in ((target.model, HeadDrafter), (small_model(1, vocab=48), PromptLookup)):
+    for model, drafter in ((target.model, HeadDrafter), (small_model(1, vocab=48), SuffixDrafter)):
         speculation = saccade.hf.speculate(gamma=3)
         given = model.generate(ids, max_new_tokens=NEW, do_sample=False)
         again = model.generate(ids, max_new_tokens=NEW, do_sample=False, custom_generate=speculation)

@@ -41,7 +41,7 @@ def speculate(
             trained `Head` or its folder, a ready-made `Drafter`, or None for a method that needs none.
         method: a name of `saccade methods`, except ``spd`` and ``tabed``; by default ``auto`` with a
             draft model (``chain`` with options that it lacks), a head's own method with a head, and without a drafter
-            ``mtp`` where the target's checkpoint has one such layer, else ``prompt-lookup``.
+            ``mtp`` where the target's checkpoint has one such layer, else ``suffix``.
         assistant_model: Hugging Face's name for ``drafter``.
         options: override the method's defaults, for example ``gamma=7``, or ``num_assistant_tokens=7``.
 
