@@ -219,13 +219,13 @@ DAMAGE: dict[str, tuple[str, Callable[[str], str], str, str]] = {
     "unknown": (
         "qwen3_next",
         lambda name: name.replace("mtp.fc.", "mtp.layers.0.eh_proj."),
-        "prompt-lookup",
+        "suffix",
         r"cannot draft: its kind is unknown; choose another method\.$",
     ),
     "absent": (
         "glm4_moe",
         lambda name: "" if ".layers.2." in name else name,
-        "prompt-lookup",
+        "suffix",
         r"names layers .* \(1\), but the checkpoint lacks their weights; choose another",
     ),
     "incomplete": (

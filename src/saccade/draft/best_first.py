@@ -11,8 +11,7 @@ State = TypeVar("State")
 Node = tuple[int, int, float]  # token, index of the parent, 0 the root, and probability that the whole path is accepted
 
 PASS, NODE = 0.75, 0.03
-"""Time that a pass with draft tokens takes beyond one without, and each of them: what a draft has to save. As measured of small
-models on a CPU in steps that draft now and then; where a pass takes no longer, drafts that gain little are missed."""
+"""What a draft has to save: time of a pass with it beyond one without, of small models on a CPU, and of each token."""
 
 
 def best_first(
