@@ -10,7 +10,6 @@ from saccade.pocket import draw, score
 from tools.pocket.world.pictures import HEADS, REMARKS
 from tools.pocket.world.scenes import ASIDES, read_shapes
 
-TEAS = "Tea costs four. Tea costs three. Ham costs five."
 CHART = {"colours": ["red", "blue"], "values": [3, 5]}
 THREE = {"colours": ["red", "blue", "green"], "values": [3, 5, 1]}
 RECEIPT = {"goods": ["tea", "ham"], "prices": [3, 5], "total": 8}
