@@ -154,7 +154,7 @@ def test_times_of_different_parts_are_compared_on_the_same_prompts() -> None:
         record.stats["seconds"] |= {"vision": 0.25, "prefill": 0.5, "caption": 0.0}
     caption = MEASURES["prefill over captioning"]
     assert caption(records(run, "plain"), records(run, "chain")) is None, "nothing was captioned"
-    for record, seconds in zip(records(run, "chain"), (1.5, 0.25), strict=False):
+    for record, seconds in zip(records(run, "chain")[:2], (1.5, 0.25), strict=True):
         record.stats["seconds"]["caption"] = seconds
     found = caption(records(run, "plain"), records(run, "chain"))
     assert (found and found.value) == pytest.approx(1.5 / 1.75), "by sums"

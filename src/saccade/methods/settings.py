@@ -283,7 +283,7 @@ def fit(
     if needed == "draft model" and not has_draft_model:
         raise MethodError(
             f"Method {method} needs a draft model{_instead(False, kinds)}; give one with drafter=... (--drafter on the "
-            f"command line), or choose method {next(iter(kinds.values()), 'prompt-lookup')}."
+            f"command line), or choose method {next(iter(kinds.values()), 'suffix')}."
         )
     if values.get("views") and not has_processor:
         raise MethodError(
@@ -306,7 +306,7 @@ def fit(
         return head
     fitting = [name for name, other in kinds.items() if other == kind]
     if not fitting:
-        other = next(iter(kinds.values()), "chain" if has_draft_model else "prompt-lookup")
+        other = next(iter(kinds.values()), "chain" if has_draft_model else "suffix")
         raise MethodError(
             f"Method {method} needs a trained {kind} head{_instead(has_draft_model, kinds)}; give its folder with "
             f"drafter=... or heads=... (--drafter or --head on the command line), or choose method {other}."
