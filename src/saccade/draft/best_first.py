@@ -11,7 +11,7 @@ State = TypeVar("State")
 Node = tuple[int, int, float]  # token, index of the parent, 0 the root, and probability that the whole path is accepted
 
 PASS, NODE = 0.75, 0.03
-"""Costs that a draft has to save: of a pass with it beyond one without, on small models and a CPU, and of each token."""
+"""Costs that a draft has to save: of a pass with it beyond one without (small models on a CPU), and of each token."""
 
 
 def best_first(
