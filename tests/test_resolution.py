@@ -164,7 +164,7 @@ KINDS = {"a": "hivis", "b": "hivis", "text-only": "eagle2", "eagle2": "eagle2", 
         ("hivis", "c", KINDS, r"No head is named 'c' \(given: a \(hivis\), b \(hivis\), text-only \(eagle2\),"),
         ("hivis", "c", {}, r"No head is named 'c' \(given: none\)"),
         ("hivis", None, {"dream": "dream"}, "a trained hivis head, but only the head dream is given"),
-        ("hivis", None, {}, "Method hivis needs a trained hivis head; give its folder"),
+        ("hivis", None, {}, "Method hivis needs a trained hivis head; give its folder.* method suffix"),
         ("chain", "a", KINDS, "Method chain takes no head; leave out head=a"),
     ],
 )

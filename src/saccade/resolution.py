@@ -33,7 +33,7 @@ from saccade.loading import (
     refuse_assistant,
 )
 from saccade.lora import refuse_apart, with_lora
-from saccade.methods.settings import GROUPS
+from saccade.methods.settings import GROUPS, WITHOUT_DRAFTER
 from saccade.model_spec import ModelSpec
 from saccade.target_model.adapter import Target, check_executor
 from saccade.target_model.int8 import check_weights
@@ -304,5 +304,5 @@ def default(
     if drafter is not None and not chosen & changes and drafts_in_parallel(config_of(drafter)):
         return "pard"
     if drafter is None:
-        return "suffix"
+        return WITHOUT_DRAFTER
     return "chain" if chosen & {"draft_with", "tree", "rule", "lookup_tokens", "views"} else "auto"

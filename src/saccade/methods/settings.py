@@ -14,7 +14,7 @@ from saccade.errors import MethodError
 from saccade.options import Option, options_of
 from saccade.wording import meant
 
-LOSSLESS_RULE = "exact"
+LOSSLESS_RULE, WITHOUT_DRAFTER = "exact", "suffix"  # the second: default method of a target alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def fit(
     if needed == "draft model" and not has_draft_model:
         raise MethodError(
             f"Method {method} needs a draft model{_instead(False, kinds)}; give one with drafter=... (--drafter on the "
-            f"command line), or choose method {next(iter(kinds.values()), 'suffix')}."
+            f"command line), or choose method {next(iter(kinds.values()), WITHOUT_DRAFTER)}."
         )
     if values.get("views") and not has_processor:
         raise MethodError(
@@ -306,7 +306,7 @@ def fit(
         return head
     fitting = [name for name, other in kinds.items() if other == kind]
     if not fitting:
-        other = next(iter(kinds.values()), "chain" if has_draft_model else "suffix")
+        other = next(iter(kinds.values()), "chain" if has_draft_model else WITHOUT_DRAFTER)
         raise MethodError(
             f"Method {method} needs a trained {kind} head{_instead(has_draft_model, kinds)}; give its folder with "
             f"drafter=... or heads=... (--drafter or --head on the command line), or choose method {other}."
